@@ -27,7 +27,7 @@ RELEASE = KVSMITH_COMMIT="$$(git rev-parse --short HEAD 2>/dev/null || echo unkn
 all: setup
 	$(RELEASE) build --release --locked
 
-# Nothing but the C library is needed where this program runs.
+# Only the C library and libgcc_s.so.1 are needed where this program runs.
 static: setup
 	$(RELEASE) build --release --locked $$(sh scripts/static_flags.sh)
 
@@ -93,11 +93,13 @@ gpu-check: gpu-kit
 
 # scripts/cluster on a real Slurm, which is skipped where there is none, and against the schemas of the oldest Kubernetes
 # that will do and of a new one.
-cluster-test: all target/kubernetes/complete
+# It runs the program that the tests run.
+cluster-test: setup target/kubernetes/complete
+	$(CARGO) build --locked
 	target/kubernetes/bin/kubernetes-validate --strict --quiet --kubernetes-version 1.29 scripts/cluster/kubernetes.yaml
 	target/kubernetes/bin/kubernetes-validate --strict --quiet --kubernetes-version 1.37 scripts/cluster/kubernetes.yaml
 	@sh scripts/cluster/setup.sh
-	@sh scripts/cluster/test.sh $(KVSMITH) target/cluster
+	@sh scripts/cluster/test.sh target/debug/kvsmith target/cluster
 
 check: setup
 	$(CARGO) fmt --check

@@ -234,7 +234,7 @@ def row(model, count, options, rng):
     return {
         "tasks": f"{count}, {ranges}",
         "token shards": hours(walls[0]),
-        "layer shards": hours(walls[1]),
+        "layer parts": hours(walls[1]),
         "read": f"{sum(cost[3] for array in arrays for cost in array) / 1e12:.1f} TB",
         "written": f"{sum(cost[4] for array in arrays for cost in array) / 1e12:.1f} TB",
         "all": hours(wall),

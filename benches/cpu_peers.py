@@ -36,7 +36,7 @@ SHARE = 0.06
 # Largest accepted time of a row, divided by that of the older program.
 MOST = 1.1
 LAYER = ["--device", "cpu", "--shapes", f"{HEADS}/{KV_HEADS}x{CHANNELS}", "--budget", SHARE]
-METHODS = "topk,a2ats,selfindex,lfps,ctkvr"
+METHODS = "topk,a2ats,selfindex,lfps,ctkvr,wpq"
 # The benchmarks by which --against compares two programs.
 AGAINST = [
     ["kmeans", "--device", "cpu", "--n", 16384, "--size", 1024, "--iterations", 10, "--runs", 3],
@@ -292,7 +292,7 @@ def prefill(args, cores):
 
 def methods(args, cores):
     """Times every method at a budget of 6 %, and how retrieval grows with the context."""
-    names = "a2ats,selfindex,lfps,ctkvr,topk"
+    names = "a2ats,selfindex,wpq,lfps,ctkvr,topk"
     context = "8K" if args.quick else "128K"
     text = "`time / time of its bytes` divides the time by the time that reading the method's bytes would take at the bandwidth of\n"
     text += "`full`. The last two columns give the bandwidth that a method reaches, as a share of that of a plain read loop and of a\n"

@@ -145,7 +145,7 @@ TEXT_COLUMNS = {
     "median": lambda row: f"{row['kl_median']:.4f}",
     "99th percentile": lambda row: f"{row['kl_p99']:.3f}",
     "equal top-1": lambda row: percent(row["top1_equal"]),
-    "perplexity": lambda row: with_interval(row, "perplexity_ratio", 3),
+    "perplexity ratio": lambda row: with_interval(row, "perplexity_ratio", 3),
     "recall": lambda row: f"{row['recall']:.3f}",
     "mass": lambda row: f"{row['mass']:.3f}",
     "index bits": lambda row: f"{row['index_bits_per_token']:.0f}",

@@ -15,7 +15,7 @@ use crate::compute::cuda::kernels;
 use crate::error::{Error, Result};
 use crate::method::sections::SECTIONS;
 
-/// Calibrate, inspect and run sparse KV-cache retrieval for Hugging Face checkpoints.
+/// Make a language model read less of its KV cache: calibrate an index, measure what it loses, and generate with it.
 #[derive(Parser, Debug)]
 #[command(name = "kvsmith", version, long_version = long_version(), arg_required_else_help = true)]
 pub struct Cli {
@@ -112,8 +112,28 @@ impl Cli {
                 });
             }
         }
-        command
+        command.mut_subcommands(named_and_headed)
     }
+}
+
+/// Gives an option whose value is named after its field, as in SIGN_CENTROIDS, a plain name, and puts what every
+/// command reads and writes under the same headings.
+fn named_and_headed(command: clap::Command) -> clap::Command {
+    let command = command.mut_subcommands(named_and_headed);
+    command.mut_args(|arg| {
+        let is_raw = |names: &[clap::builder::Str]| names.iter().any(|name| name.contains('_'));
+        let arg = match arg.get_value_names().is_some_and(is_raw) {
+            true => arg.value_name("NAME"),
+            false => arg,
+        };
+        let headed = arg.get_help_heading().is_some() || arg.is_positional();
+        match arg.get_id().as_str() {
+            "model" if !headed => arg.value_name("MODEL").help_heading("Input"),
+            "dump" if !headed => arg.help_heading("Input"),
+            "output" if !headed => arg.help_heading("Output"),
+            _ => arg,
+        }
+    })
 }
 
 /// Prints why a command line could not be read; also as a document on stdout if it asks for `--json`.
@@ -168,14 +188,14 @@ pub enum Command {
     Dump(dump::Args),
     /// Recompute a dump's query moments for another WRoPE position
     Moments(moments::Args),
-    /// Add up the query moments of the shards of a dump
+    /// Add up the query moments of the shards of a dump; the section commands do not need it
     Merge(merge::Args),
     /// Make one section of a dump
     #[command(flatten)]
     Section(SectionCommand),
     /// Combine section files into one artifact
     Pack(pack::Args),
-    /// Show which parts of a sharded calibration are there
+    /// Show which parts of a sharded calibration are done, running, failed or missing
     Status(status::Args),
     /// Measure the methods on held-out text; recommend one
     Verdict(verdict::Args),
@@ -185,7 +205,7 @@ pub enum Command {
     Plan(plan::Args),
     /// Show and check the contents of an artifact
     Inspect(inspect::Args),
-    /// Write a page with what an artifact costs and loses
+    /// Write an HTML page that shows what each method reads and loses
     Report(report::Args),
     /// Generate text with exact or sparse attention
     Run(run::Args),

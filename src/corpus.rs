@@ -176,37 +176,37 @@ impl Corpus {
         self.block_start[i] as usize..self.block_start[i + 1] as usize
     }
 
-    /// Returns the `index`-th of `count` ranges of consecutive blocks, of about as many tokens each; none is empty. The
-    /// ranges depend on the text and `count` alone.
+    /// Divides the blocks into `count` ranges of consecutive blocks, of about as many tokens each; none is empty. The
+    /// ranges depend on the lengths of the blocks and `count` alone.
     ///
     /// # Errors
-    /// There are fewer blocks than ranges.
-    pub fn shard(&self, index: usize, count: usize) -> Result<Range<usize>> {
+    /// There are fewer blocks than ranges, or no ranges.
+    pub fn shards(&self, count: usize) -> Result<Vec<Range<usize>>> {
         let blocks = self.n_blocks();
-        if index >= count || count > blocks {
-            let error = Error::usage(format!(
-                "cannot take shard {index}/{count}: the text has {blocks} blocks"
-            ));
+        if count == 0 || count > blocks {
+            let error = Error::usage(format!("cannot cut {blocks} blocks of text into {count} shards"));
             return Err(error.hint(format!(
-                "use at most {blocks} shards, numbered from 0, or a smaller --seq-len, which makes more blocks"
+                "use at most {blocks} shards, or a smaller --seq-len, which makes more blocks"
             )));
         }
-        let starts = (0..=count).scan(0, |next, shard| {
+        // Twice the middle of each block.
+        let middle = |start: &[u32]| u128::from(start[0]) + u128::from(start[1]);
+        let middles: Vec<u128> = self.block_start.windows(2).map(middle).collect();
+        let mut first = 0;
+        let shard = |shard: usize| {
             // Twice the tokens before the ideal cut; a block goes to the side on which its middle lies.
             let ideal = 2 * (shard as u128 * self.n_tokens() as u128) / count as u128;
-            let middle =
-                |block: usize| u128::from(self.block_start[block]) + u128::from(self.block_start[block + 1]);
-            let first = (0..blocks).position(|block| middle(block) >= ideal);
+            let end = middles.partition_point(|middle| *middle < ideal);
             // Every shard gets a block, and leaves one to each later shard.
-            let start = match shard {
-                0 => 0,
-                _ => first.unwrap_or(blocks).clamp(*next, blocks - (count - shard)),
+            let end = match shard == count {
+                true => blocks,
+                false => end.clamp(first + 1, blocks - (count - shard)),
             };
-            *next = start + 1;
-            Some(if shard == count { blocks } else { start })
-        });
-        let starts: Vec<usize> = starts.collect();
-        Ok(starts[index]..starts[index + 1])
+            let range = first..end;
+            first = end;
+            range
+        };
+        Ok((1..=count).map(shard).collect())
     }
 
     /// Returns a range of consecutive blocks as a text of its own.

@@ -5,12 +5,49 @@ use std::io::{IsTerminal, Write};
 use std::sync::Mutex;
 use std::time::Duration;
 
-use indicatif::{HumanCount, HumanDuration, ProgressBar, ProgressDrawTarget, ProgressStyle};
+use indicatif::{HumanCount, HumanDuration, ProgressBar, ProgressDrawTarget, ProgressState, ProgressStyle};
 
 /// Writes a line to stderr with its control characters escaped; a failed write is ignored, since there is nowhere to
-/// report it.
+/// report it. On a terminal, lines are broken between words.
 pub fn say(text: &str) {
-    let _ = writeln!(std::io::stderr(), "{}", harmless(text));
+    let text = harmless(text);
+    let text = match std::io::stderr().is_terminal() {
+        true => Cow::Owned(wrapped(&text, COLUMNS)),
+        false => text,
+    };
+    let _ = writeln!(std::io::stderr(), "{text}");
+}
+
+/// Longest line of messages and tables, as far as words and names allow it.
+pub const COLUMNS: usize = 80;
+
+/// Breaks the lines of a text between words, so that they have at most `columns` characters; what follows a break is
+/// indented by two more spaces than its line. Words that are longer stay whole.
+pub fn wrapped(text: &str, columns: usize) -> String {
+    let lines: Vec<String> = text.split('\n').map(|line| wrapped_line(line, columns)).collect();
+    lines.join("\n")
+}
+
+fn wrapped_line(line: &str, columns: usize) -> String {
+    if line.chars().count() <= columns {
+        return line.to_owned();
+    }
+    let words = line.trim_start_matches(' ');
+    let indent = line.len() - words.len();
+    let (mut out, mut width) = (" ".repeat(indent), indent);
+    for (i, word) in words.split(' ').enumerate() {
+        let length = word.chars().count();
+        if i > 0 && width + 1 + length > columns {
+            out += &format!("\n{}", " ".repeat(indent + 2));
+            width = indent + 2;
+        } else if i > 0 {
+            out.push(' ');
+            width += 1;
+        }
+        out += word;
+        width += length;
+    }
+    out
 }
 
 /// Escapes the control characters of a text except for line breaks and tabs: names and metadata come from files, and a
@@ -96,17 +133,35 @@ impl Log {
 
     /// Starts a progress bar over `total` units; it shows only on a terminal.
     pub fn progress(&self, total: u64, unit: &str) -> Progress {
+        self.start(total, unit, None)
+    }
+
+    /// Starts a progress bar for `tokens` tokens that pass through `layers` layers, a unit being a token in a layer. It
+    /// shows how many tokens pass through all layers per second.
+    pub fn prefill_progress(&self, tokens: usize, layers: usize) -> Progress {
+        let total = tokens as u64 * layers as u64;
+        self.start(total, "tokens x layers", Some(layers.max(1)))
+    }
+
+    fn start(&self, total: u64, unit: &str, layers: Option<usize>) -> Progress {
         let target = if self.verbosity <= Verbosity::Quiet || !std::io::stderr().is_terminal() {
             ProgressDrawTarget::hidden()
         } else {
             ProgressDrawTarget::stderr()
         };
         let bar = ProgressBar::with_draw_target(Some(total), target);
-        let template = format!(
-            "{{msg:24}} [{{bar:30}}] {{human_pos}}/{{human_len}} {unit}  {{elapsed}} elapsed, {{eta}} left"
-        );
+        // Small numbers are shown; the share of large ones says as much in less room.
+        let done = match (layers, total) {
+            (Some(_), _) => "{percent:>3} %, {rate}".to_owned(),
+            (None, ..10_000) => format!("{{human_pos}}/{{human_len}} {unit}"),
+            (None, _) => "{percent:>3} %".to_owned(),
+        };
+        let template = format!("{{msg:24}} [{{wide_bar}}] {done}, {{elapsed}} elapsed, {{eta}} left");
         if let Ok(style) = ProgressStyle::with_template(&template) {
-            bar.set_style(style.progress_chars("=> "));
+            let rate = move |state: &ProgressState, out: &mut dyn std::fmt::Write| {
+                let _ = write!(out, "{}", rate(state.per_sec(), layers.unwrap_or(1)));
+            };
+            bar.set_style(style.progress_chars("=> ").with_key("rate", rate));
         }
         // The steady tick needs a thread, which a hidden bar does without.
         if !bar.is_hidden() {
@@ -120,6 +175,7 @@ impl Log {
             bar,
             lines,
             unit: unit.to_owned(),
+            layers,
         }
     }
 }
@@ -133,6 +189,11 @@ pub fn current() -> Option<(u64, u64)> {
     Some((bar.position(), bar.length()?))
 }
 
+/// Describes the rate at which tokens pass through all layers.
+fn rate(units_per_s: f64, layers: usize) -> String {
+    format!("{:.0} tokens/s", units_per_s / layers as f64)
+}
+
 /// How often a line reports the progress if no bar is shown.
 const EVERY: Duration = Duration::from_secs(10);
 
@@ -142,6 +203,8 @@ pub struct Progress {
     /// If no bar is shown: when the last line was printed, as the time since the start.
     lines: Option<Mutex<Duration>>,
     unit: String,
+    /// For a prefill: the number of layers.
+    layers: Option<usize>,
 }
 
 impl Progress {
@@ -175,11 +238,16 @@ impl Progress {
         let left = elapsed.as_secs_f64() * all.saturating_sub(done) as f64 / done.max(1) as f64;
         let stage = self.bar.message();
         let what = if stage.is_empty() { "done" } else { &stage };
+        let done = match self.layers {
+            Some(layers) => {
+                let percent = 100 * done / all.max(1);
+                let rate = rate(done as f64 / elapsed.as_secs_f64(), layers);
+                format!("{percent} %, {rate}")
+            }
+            None => format!("{} of {} {}", HumanCount(done), HumanCount(all), self.unit),
+        };
         format!(
-            "{what}: {} of {} {}, {} elapsed, {} left",
-            HumanCount(done),
-            HumanCount(all),
-            self.unit,
+            "{what}: {done}, {} elapsed, {} left",
             HumanDuration(elapsed),
             HumanDuration(Duration::from_secs_f64(left))
         )
@@ -200,6 +268,35 @@ impl Drop for Progress {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn long_lines_are_broken_between_words() {
+        assert_eq!(wrapped("one two three", 13), "one two three");
+        assert_eq!(
+            wrapped("one two three\n four five", 8),
+            "one two\n  three\n four\n   five"
+        );
+        assert_eq!(
+            wrapped("/a/path/without/spaces is kept", 10),
+            "/a/path/without/spaces\n  is kept"
+        );
+    }
+
+    /// In a prefill of 1,000 tokens and 4 layers, 1,500 units are 375 tokens through all layers.
+    #[test]
+    fn a_prefill_tells_its_rate() {
+        let log = Log {
+            verbosity: Verbosity::Normal,
+        };
+        let progress = log.prefill_progress(1000, 4);
+        progress.stage("prefill".to_owned());
+        progress.advance(1500);
+        let said = progress.status(Duration::from_secs(15));
+        assert_eq!(
+            said,
+            "prefill: 37 %, 25 tokens/s, 15 seconds elapsed, 25 seconds left"
+        );
+    }
 
     #[test]
     fn a_line_tells_how_far_the_work_is() {

@@ -19,7 +19,7 @@ fn rows_have_the_keys_of_the_contract() {
     let rows = rows(
         "bench attend --json --device cpu --shapes 4/2x64 --context 1K,3000 --batch 1,2 --size 64 --runs 3",
     );
-    assert_eq!(rows.len(), 2 * 2 * 3);
+    assert_eq!(rows.len(), 2 * 2 * 4);
     for row in &rows {
         let number = |name: &str| number(row, name);
         assert!(row["name"].is_string() && row["shape"].is_string(), "{row}");
@@ -37,7 +37,7 @@ fn rows_have_the_keys_of_the_contract() {
         let rate = number("bytes") / number("median_s") * 1e-9;
         assert!((rate / number("gbytes_per_s") - 1.0).abs() < 1e-9, "{row}");
     }
-    for of_shape in rows.chunks(3) {
+    for of_shape in rows.chunks(4) {
         assert!(of_shape[0]["speedup_over_full"].is_null());
         for row in &of_shape[1..] {
             let speedup = number(&of_shape[0], "median_s") / number(row, "median_s");
@@ -46,10 +46,13 @@ fn rows_have_the_keys_of_the_contract() {
     }
     let names: Vec<&str> = rows
         .iter()
-        .take(3)
+        .take(4)
         .filter_map(|row| row["name"].as_str())
         .collect();
-    assert_eq!(names, ["attend full", "attend a2ats", "attend selfindex"]);
+    assert_eq!(
+        names,
+        ["attend full", "attend a2ats", "attend selfindex", "attend wpq"]
+    );
 }
 
 /// Bytes by hand: 2 KV heads, 1000 positions of 64 channels in bf16, budget 100 and 68 static ones.
@@ -66,7 +69,10 @@ fn bytes_are_what_a_step_reads() {
     let attended = 2 * 168 * row;
     // So many codewords that all codes are read, of the candidates.
     let codes = 2 * 932 * 2 + 2 * 500 * 64 * 2;
-    assert_eq!(bytes("retrieve --size 500"), [codes, signs]);
+    assert_eq!(
+        bytes("retrieve --size 500 --methods a2ats,selfindex"),
+        [codes, signs]
+    );
     assert_eq!(
         bytes("attend --size 500 --methods full,selfindex"),
         [2 * 1000 * row, signs + attended]

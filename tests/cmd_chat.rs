@@ -659,15 +659,26 @@ fn commands_in_a_chat() {
     assert_eq!(turns(&told).len(), 2);
     for said in [
         "/reset  forget",
-        "full: 0 tokens",
+        "full: no reply yet",
         "full: 12 tokens",
         "a new conversation",
     ] {
         assert!(stderr.contains(said), "{said}: {stderr}");
     }
     // A slash begins text too.
-    let path = run("/etc/hosts and more\n").json();
-    assert_eq!(path["turns"].as_array().unwrap().len(), 1);
+    for message in ["/etc/hosts and more", "// a comment", "/ 2 is a half", "//"] {
+        let path = run(&format!("{message}\n")).json();
+        assert_eq!(path["turns"].as_array().unwrap().len(), 1, "{message}");
+    }
+    for command in ["/hlep", "/quit now"] {
+        let unknown = run(&format!("{command}\nhello\n"));
+        let word = command.split(' ').next().unwrap();
+        let said = format!("unknown command {word}\n/help   show this list\n/stats");
+        assert!(unknown.stderr.contains(&said), "{}", unknown.stderr);
+        assert_eq!(unknown.json()["turns"].as_array().unwrap().len(), 1, "{command}");
+    }
+    let reset = run("hello\n/reset\n/stats\nhello\n").stderr;
+    assert_eq!(reset.matches("full: no reply yet\n").count(), 1, "{reset}");
 }
 
 /// A program whose terminal is ours.

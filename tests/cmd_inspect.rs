@@ -124,12 +124,162 @@ fn text_names_what_matters() {
         one.contains("layer 2, KV head 1") && one.contains("inertia_history"),
         "{one}"
     );
+    // A value that is not whole has four significant digits.
+    let history = one.split("inertia_history").nth(1).unwrap();
+    let first = history.split_whitespace().next().unwrap();
+    let digits = first.chars().filter(char::is_ascii_digit).collect::<String>();
+    assert_eq!(digits.trim_start_matches('0').len(), 4, "{first}: {one}");
     let verified = kvsmith(&format!("inspect {artifact} --verify")).ok().stdout;
     assert!(verified.contains("verified"), "{verified}");
     assert_eq!(
         kvsmith(&format!("inspect {artifact} --verify --json")).json()["verified"],
         json!(true)
     );
+}
+
+/// Tables per layer are shown on request; heads are listed only if there is something to say of them.
+#[test]
+fn weak_heads_are_listed_and_others_are_not() {
+    let (scratch, artifact) = artifact();
+    let inspect = |file: &str, options: &str| kvsmith(&format!("inspect {file} {options}")).ok().stdout;
+    let plain = inspect(&artifact, "");
+    assert!(
+        !plain.contains("passes\n") && !plain.contains("noise 2"),
+        "{plain}"
+    );
+    for options in ["-v", "--layer 1"] {
+        let table = inspect(&artifact, options);
+        assert!(
+            table.contains("passes\n") && table.contains("noise 2"),
+            "{options}: {table}"
+        );
+    }
+    let edited = scratch.path("edited");
+    let lists = [
+        "tail, heads without an estimate",
+        "sign, heads with patterns that no key has",
+        "a2ats, heads that use few of their 4 codewords",
+        "lfps, heads that attend most widely",
+        "wpq, worst heads",
+    ];
+    let change = |weak: bool| {
+        resealed(&artifact, &edited, |manifest| {
+            let quality = &mut manifest["quality"];
+            for section in ["tail", "sign", "a2ats", "lfps", "wpq"] {
+                for head in quality[section]
+                    .as_array_mut()
+                    .unwrap()
+                    .iter_mut()
+                    .flat_map(|l| l.as_array_mut().unwrap())
+                {
+                    match section {
+                        "tail" => head["shift"] = json!([0.5]),
+                        "sign" => head["empty_patterns"] = json!(0),
+                        "a2ats" => {
+                            head["usage_entropy_bits"] = json!(1.9);
+                            head["unused_codewords"] = json!(0);
+                        }
+                        "lfps" => head["k_fraction"] = json!([0.0]),
+                        _ => {
+                            head["held_out_inertia"] = json!(0.0);
+                            head["inertia"] = json!(0.0);
+                        }
+                    }
+                }
+                if weak {
+                    let head = &mut quality[section][2][1];
+                    match section {
+                        "tail" => head["shift"] = json!([0.5, null]),
+                        "sign" => head["empty_patterns"] = json!(7),
+                        "a2ats" => head["usage_entropy_bits"] = json!(1.0),
+                        "lfps" => head["k_fraction"] = json!([0.4]),
+                        _ => head["inertia"] = json!(1.0),
+                    }
+                    if section == "wpq" {
+                        head["held_out_inertia"] = json!(null);
+                        head["variance"] = json!(2.0);
+                    }
+                }
+            }
+        });
+        inspect(&edited, "")
+    };
+    let fine = change(false);
+    for list in lists {
+        assert!(!fine.contains(list), "{list}: {fine}");
+    }
+    let weak = change(true);
+    for (list, says) in lists.iter().zip([
+        "50.0 %",
+        "7",
+        "spread as evenly over 2; 0 have no keys",
+        "40.0 %",
+        "50.0 %",
+    ]) {
+        let (_, heads) = weak.split_once(list).unwrap_or_else(|| panic!("{list}: {weak}"));
+        let mut lines = heads.lines().skip(1);
+        let line = format!("  layer 2  head 1  {says}");
+        assert_eq!(lines.next(), Some(&line[..]), "{list}: {weak}");
+        assert!(lines.next().is_none_or(str::is_empty), "{list}: {weak}");
+    }
+}
+
+/// A small model whose verdict is known: what is said of single heads.
+#[test]
+fn the_verdict_names_heads() {
+    let scratch = Scratch::new();
+    let model = checkpoint("qwen2_sliding");
+    let tokens = scratch.tokens("tokens.json", &documents(&[120; 12], 1));
+    let artifact = scratch.make(
+        "art",
+        &format!(
+            "calibrate --size 4 --model {model} --tokens {tokens} --holdout 0.2 --seq-len 120 --verdict-steps 4 \
+             --verdict-reads 0.9 --verdict-methods streaming,topk"
+        ),
+    );
+    let edited = scratch.path("edited");
+    resealed(&artifact, &edited, |manifest| {
+        for row in manifest["quality"]["methods"]["rows"].as_array_mut().unwrap() {
+            let heads = &mut row["heads"];
+            heads["mass"] = json!([[0.5, 0.5], [0.995, 0.5], [0.5, 0.25]]);
+            heads["output_error"] = json!([[0.1, 0.1], [0.1, 0.1], [0.1, 0.75]]);
+            heads["recall"] = json!([[0.5, 0.5], [0.5, 0.5], [0.5, 0.375]]);
+        }
+        for (layer, heads) in manifest["quality"]["lfps"]
+            .as_array_mut()
+            .unwrap()
+            .iter_mut()
+            .enumerate()
+        {
+            for (head, of) in heads.as_array_mut().unwrap().iter_mut().enumerate() {
+                let share = if (layer, head) == (0, 1) { 0.96 } else { 0.5 };
+                let queries = of["sink_mean"].as_array().unwrap().len();
+                of["sink_mean"] = json!(vec![share; queries]);
+            }
+        }
+    });
+    let told = kvsmith(&format!("inspect {edited}")).ok().stdout;
+    let after = |heading: &str| {
+        let mut lines = told.lines().skip_while(|line| !line.contains(heading)).skip(1);
+        lines.next().unwrap_or_default().trim().to_owned()
+    };
+    assert_eq!(
+        after("largest output error"),
+        "layer 2  head 1  output error 75.0 %, read 25.0 % of the attention mass",
+        "{told}"
+    );
+    assert_eq!(after("no gain"), "layer/head 1/0", "{told}");
+    assert_eq!(after("sinks alone"), "layer/head 0/1", "{told}");
+    let one = kvsmith(&format!("inspect {edited} --layer 2 --head 1"))
+        .ok()
+        .stdout;
+    let (_, rows) = one
+        .split_once("methods at layer 2, KV head 1\n")
+        .unwrap_or_else(|| panic!("{one}"));
+    let row = rows.lines().find(|line| line.starts_with("streaming")).unwrap();
+    for value in ["37.5%", "25.0%", "75.0%"] {
+        assert!(row.contains(value), "{value}: {row}");
+    }
 }
 
 /// Buckets of distances: what is shown of them, and what is refused.

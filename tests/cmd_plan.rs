@@ -100,7 +100,9 @@ fn stages_are_those_of_the_calibration() {
     let tokens = scratch.tokens("tokens.json", &documents(&[300; 5], 1));
     let art = scratch.path("art");
     let flags = format!("calibrate --model {model} --tokens {tokens} --size 16 -o {art}");
-    let plan = kvsmith(&format!("{flags} --plan --json")).ok();
+    let without = flags.replace(&format!(" -o {art}"), "");
+    kvsmith(&without).fails(2, "required arguments", "");
+    let plan = kvsmith(&format!("{without} --plan --json")).ok();
     assert!(!Path::new(&art).exists(), "a plan writes nothing");
     let shown = kvsmith(&format!("{flags} --plan -q")).ok().stdout;
     assert!(shown.lines().all(|line| line.chars().count() <= 80), "{shown}");
@@ -127,6 +129,26 @@ fn stages_are_those_of_the_calibration() {
     }
     let methods = plan["methods"].as_array().unwrap();
     assert_eq!(methods[0]["method"], "full");
+    // One bit of a channel's sign, and two stages of 32 bits, per key and KV head.
+    let index = |name: &str| {
+        let of = methods.iter().find(|of| of["method"] == name).unwrap();
+        number(of, "index_bytes_per_token")
+    };
+    let config: Value =
+        serde_json::from_str(&std::fs::read_to_string(golden("llama_d128/config.json")).unwrap()).unwrap();
+    let heads = number(&config, "num_hidden_layers") * number(&config, "num_key_value_heads");
+    let signs = heads * number(&config, "head_dim") / 8.0;
+    assert_eq!(index("full"), 0.0);
+    assert!(
+        (signs..1.2 * signs).contains(&index("selfindex")),
+        "{}",
+        index("selfindex")
+    );
+    assert!(
+        (8.0 * heads..11.0 * heads).contains(&index("wpq")),
+        "{}",
+        index("wpq")
+    );
     assert!(
         methods
             .iter()
@@ -354,7 +376,7 @@ fn shards_take_what_arithmetic_by_hand_says() {
 #[test]
 fn shards_of_10_million_tokens_are_in_the_documentation() {
     let scratch = Scratch::new();
-    let page = std::fs::read_to_string(root().join("docs/cluster-scaling.part.md")).unwrap();
+    let page = std::fs::read_to_string(root().join("docs/scaling.md")).unwrap();
     for (name, of) in LLAMAS {
         let (plan, shown) = of.plan(&scratch, name);
         assert!(shown.lines().all(|line| line.chars().count() <= 80), "{shown}");
@@ -402,7 +424,7 @@ fn shards_follow_the_machine_and_the_deadline() {
         .ok()
         .stdout;
     assert!(none.contains("not enough for the token shards"), "{none}");
-    assert!(none.contains("not enough for the layer shards"), "{none}");
+    assert!(none.contains("not enough for the layer parts"), "{none}");
     assert!(none.lines().all(|line| line.chars().count() <= 80), "{none}");
     // More shards than blocks, and flags without --shards, are wrong use.
     for (options, message) in [

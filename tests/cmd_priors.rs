@@ -23,7 +23,7 @@ fn priors_of(scratch: &Scratch, name: &str, lengths: &[usize], options: &str) ->
     let command = format!("dump --model {model} --tokens {tokens} --queries --dtype f32 {options}");
     let dump = scratch.make(&format!("{name}-dump"), &command);
     let out = scratch.make(&format!("{name}.st"), &format!("priors --dump {dump}"));
-    (Dump::open(dump.as_ref()).unwrap(), out)
+    (Dump::open(&[&dump]).unwrap(), out)
 }
 
 /// One query head of one layer, as full matrices per block in f64.
@@ -423,7 +423,7 @@ fn a_trained_model_agrees_too() {
     );
     let dump = scratch.make("dump", &command);
     let out = scratch.make("out", &format!("priors --dump {dump}"));
-    let dump = Dump::open(dump.as_ref()).unwrap();
+    let dump = Dump::open(&[&dump]).unwrap();
     check_all(&dump, &out, "bundled", usize::MAX);
     let priors = Priors::load(&Artifact::open(out.as_ref(), SECTIONS).unwrap()).unwrap();
     let heads: Vec<_> = (0..16).map(|i| priors.head(i / 4, i % 4)).collect();
@@ -441,7 +441,7 @@ fn alpha_belongs_to_the_population_of_the_thresholds() {
          --wrope-position 140 --queries --dtype f32"
     );
     let path = scratch.make("dump", &command);
-    let dump = Dump::open(path.as_ref()).unwrap();
+    let dump = Dump::open(&[&path]).unwrap();
     let make = |name: &str, options: &str| scratch.make(name, &format!("priors --dump {path} {options}"));
     let of = |out: &str| {
         check_all(&dump, out, out, 2);

@@ -25,6 +25,9 @@ fn main() -> ExitCode {
     ]);
     let in_browser = trials![
         every_number_is_that_of_the_documents,
+        pointing_at_a_mark_tells_its_value,
+        a_phone_shows_the_page_without_scrolling_sideways,
+        paper_has_no_controls,
         the_slider_recommends,
         hostile_names_are_text,
         nothing_measured_is_said,
@@ -452,7 +455,7 @@ fn outputs_are_safe() {
     report(&format!("{art} -o {own} --overwrite")).fails(2, "was not written by kvsmith", "another name");
     let page = of.scratch.path("safe.html");
     report(&format!("{art} -o {page}")).ok();
-    report(&format!("{art} -o {page}")).fails(2, "exists already", "--overwrite");
+    report(&format!("{art} -o {page}")).fails(2, "already exists", "--overwrite");
     report(&format!("{art} -o {page} --overwrite")).ok();
     let stranger = of.scratch.tokens("stranger.tokens", &documents(&[60, 60], 1));
     let stranger = of.scratch.make(
@@ -575,7 +578,11 @@ fn originals() -> BTreeMap<String, Value> {
 /// Every number that the page shows, with each quantity and method of the map, each source and each file chosen in turn.
 const NUMBERS: &str = "
     const found = new Map();
-    const collect = () => document.querySelectorAll('[data-from]').forEach((of) => found.set(of.dataset.from, of.dataset.value));
+    const texts = new Map();
+    const collect = () => document.querySelectorAll('[data-from]').forEach((of) => {
+      found.set(of.dataset.from, of.dataset.value);
+      if (of.matches('.number')) texts.set(of.dataset.from + ' ' + of.textContent, [of.dataset.value, of.textContent]);
+    });
     const each = (id, then) => {
       const n = byId(id)?.options.length ?? 0;
       for (let i = 0; i < n; i++) {
@@ -593,9 +600,36 @@ const NUMBERS: &str = "
     collect();
     const bad = /undefined|NaN|\\[object|Infinity/.exec(document.querySelector('main').textContent);
     const computed = [...document.querySelectorAll('[data-formula]')].map((of) => [of.dataset.formula, +of.dataset.value]);
-    return { numbers: [...found], head: byId('head-name').textContent, bad: bad && bad[0], computed,
+    return { numbers: [...found], texts: [...texts.values()], head: byId('head-name').textContent, bad: bad && bad[0], computed,
       wide: document.documentElement.scrollWidth > document.documentElement.clientWidth,
       unlabelled: document.querySelectorAll('main svg[role=img]:not([aria-label])').length };";
+
+/// Checks that a text shows a number, rounded to the digits that it has.
+#[track_caller]
+fn assert_shows(text: &str, value: f64) {
+    let (number, unit) = text.split_once(' ').unwrap_or((text, ""));
+    let scale = match unit {
+        "" | "bits" | "bytes" | "positions" => 1.0,
+        "%" => 0.01,
+        "KB" => 1e3,
+        "MB" => 1e6,
+        "GB" => 1e9,
+        other => panic!("{text}: unknown unit {other:?}"),
+    };
+    let number = number.replace(',', "");
+    let shown: f64 = number.parse().unwrap_or_else(|_| panic!("{text}"));
+    let (digits, exponent) = number.split_once('e').unwrap_or((&number, "0"));
+    let decimals = digits.split_once('.').map_or(0, |(_, after)| after.len() as i32);
+    let half = 0.5 * 10f64.powi(exponent.parse::<i32>().unwrap() - decimals) * scale;
+    // A large number without decimals has three digits or more.
+    let half = if decimals == 0 {
+        half.max(0.005 * value.abs())
+    } else {
+        half
+    };
+    let error = (shown * scale - value).abs();
+    assert!(error <= half * (1.0 + 1e-9), "{text} for {value}");
+}
 
 fn every_number_is_that_of_the_documents() {
     let found = results(&dom(&files().page, &giving(NUMBERS)));
@@ -626,6 +660,12 @@ fn every_number_is_that_of_the_documents() {
         *parts.entry(name.trim_end_matches(char::is_numeric)).or_default() += 1;
     }
     assert!(parts.values().all(|n| *n > 0) && parts.len() == 15, "{parts:?}");
+    let texts = found["texts"].as_array().unwrap();
+    assert!(texts.len() > 100, "{}", texts.len());
+    for shown in texts {
+        let (value, text) = (shown[0].as_str().unwrap(), shown[1].as_str().unwrap());
+        assert_shows(text, value.parse().unwrap());
+    }
     assert_eq!(found["bad"], json!(null));
     assert_eq!(found["wide"], json!(false), "the page scrolls sideways");
     assert_eq!(found["unlabelled"], 0);
@@ -636,6 +676,101 @@ fn every_number_is_that_of_the_documents() {
         computed.iter().all(|of| of[1].is_number()) && computed.len() > 10,
         "{computed:?}"
     );
+}
+
+/// Pointing at a cell of the map, and at a mark of a chart, says what it shows.
+fn pointing_at_a_mark_tells_its_value() {
+    let script = giving(
+        "const enter = (of) => of.dispatchEvent(new Event('pointerenter'));
+         const cells = [...document.querySelectorAll('#map .cell')].map((cell) => {
+           enter(cell);
+           return [cell.getAttribute('aria-label'), byId('map-readout').textContent, cell.querySelector('title').textContent];
+         });
+         const chart = document.querySelector('#front-chart figure');
+         const marks = [...chart.querySelectorAll('.point')].map((mark) => {
+           enter(mark);
+           return [mark.querySelector('title').textContent, chart.querySelector('.readout').textContent];
+         });
+         const rows = [...document.querySelectorAll('#front-table tbody tr')].map((row) => [...row.children].map((of) => of.textContent));
+         const title = document.querySelector('#map svg text.title');
+         const svg = document.querySelector('#map svg');
+         return { cells, marks, rows, cut: title.getBBox().x + title.getBBox().width > svg.width.baseVal.value };",
+    );
+    // A chart is drawn in the first frame after the script of the page.
+    let script = format!("requestAnimationFrame(() => setTimeout(() => {{ {script} }}, 200));");
+    let found = results(&dom(&files().page, &script));
+    let cells = found["cells"].as_array().unwrap();
+    assert_eq!(cells.len(), 4);
+    for cell in cells {
+        assert_eq!(cell[0], cell[1]);
+        assert_eq!(cell[0], cell[2]);
+    }
+    let marks = found["marks"].as_array().unwrap();
+    let rows = found["rows"].as_array().unwrap();
+    assert!(marks.len() > 3, "{found}");
+    for mark in marks {
+        assert_eq!(mark[0], mark[1]);
+        let text = mark[0].as_str().unwrap();
+        let is_of = |row: &&Value| {
+            let cell = |i: usize| row[i].as_str().unwrap();
+            let name = cell(0).split(' ').next().unwrap();
+            text.starts_with(name)
+                && text.contains(&format!("KL {} nats", cell(3)))
+                && text.contains(&format!("budget {}", cell(1)))
+        };
+        assert!(rows.iter().any(|row| is_of(&row)), "{text}: {rows:?}");
+    }
+    assert_eq!(found["cut"], false, "the title of the map is cut");
+}
+
+/// A phone of 390 pixels: the page is in a frame, since a window cannot be as narrow.
+fn a_phone_shows_the_page_without_scrolling_sideways() {
+    let of = files();
+    let probe = "addEventListener('load', () => setTimeout(() => {
+         const page = document.documentElement;
+         document.querySelectorAll('details').forEach((of) => { of.open = true; });
+         const all = [...document.querySelectorAll('caption span')];
+         parent.postMessage({ width: innerWidth, wide: page.scrollWidth > page.clientWidth, captions: all.length,
+           cut: all.filter((of) => of.getBoundingClientRect().right > innerWidth).map((of) => of.textContent),
+           outside: [...document.querySelectorAll('main button, main select, main p, #map svg text.title')].filter((of) => of.getBoundingClientRect().right > innerWidth + 1)
+             .map((of) => of.textContent.slice(0, 60)) }, '*');
+       }, 300));";
+    let text = std::fs::read_to_string(&of.page).unwrap();
+    let inner = of.scratch.write(
+        "phone.html",
+        text.replace("</body>", &format!("<script>{probe}</script></body>")),
+    );
+    let frame = of.scratch.write(
+        "frame.html",
+        format!("<!doctype html><body data-ready=\"yes\" style=\"margin:0\"><iframe src=\"file://{inner}\" style=\"border:0;width:390px;height:800px\"></iframe></body>"),
+    );
+    let script = "addEventListener('message', (event) => { const results = document.createElement('pre'); results.id = 'results'; \
+                  results.textContent = JSON.stringify(event.data); document.body.append(results); });";
+    let found = results(&dom(&frame, script));
+    assert_eq!(found["width"], 390);
+    assert_eq!(found["wide"], false, "the page scrolls sideways");
+    assert!(found["captions"].as_u64().unwrap() > 2, "{found}");
+    assert_eq!(found["cut"], json!([]));
+    assert_eq!(found["outside"], json!([]));
+}
+
+/// What is printed: the rules for paper, applied to a page as wide as paper, hide controls and keep everything in the page.
+fn paper_has_no_controls() {
+    let script = giving(
+        "for (const sheet of document.styleSheets) for (const rule of sheet.cssRules) {
+           if (rule.media?.mediaText === 'print') rule.media.mediaText = 'all';
+         }
+         document.body.style.width = '720px';
+         const shown = (name) => [...document.querySelectorAll(name)].filter((of) => of.checkVisibility()).length;
+         return { controls: shown('nav, button, input, summary, .readout'), charts: shown('main svg'), answer: shown('#answer-text'), line: shown('#run-line'),
+           outside: [...document.querySelectorAll('main svg, main table')].filter((of) => of.checkVisibility() && of.getBoundingClientRect().width > 724).length };",
+    );
+    let script = format!("requestAnimationFrame(() => setTimeout(() => {{ {script} }}, 200));");
+    let found = results(&dom(&files().page, &script));
+    assert_eq!(found["controls"], 0, "{found}");
+    assert!(found["charts"].as_u64().unwrap() > 1, "{found}");
+    assert_eq!((&found["answer"], &found["line"]), (&json!(1), &json!(1)));
+    assert_eq!(found["outside"], 0, "{found}");
 }
 
 /// The row of the verdict that loses least at the smallest share of the bytes within a loss, else the one that loses
@@ -678,7 +813,7 @@ fn the_slider_recommends() {
            slider.dispatchEvent(new Event('input'));
            tell();
          }
-         byId('context').value = '4096';
+         byId('context').value = '256';
          byId('context').dispatchEvent(new Event('change'));
          tell();
          for (const source of ['eval0', 'eval1']) {
@@ -737,7 +872,11 @@ fn the_slider_recommends() {
         );
     }
     assert_eq!(outcomes.len(), 2, "both outcomes were tried: {outcomes:?}");
-    assert_eq!(answers.last().unwrap()["context"], "4096");
+    // The model's context is 512.
+    assert_eq!(
+        (&answers[0]["context"], &answers.last().unwrap()["context"]),
+        (&json!("512"), &json!("256"))
+    );
 }
 
 fn hostile_names_are_text() {

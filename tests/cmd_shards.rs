@@ -253,6 +253,31 @@ fn parts_that_do_not_fit_are_refused() {
         outcome.fails(1, file, "");
         std::fs::remove_dir_all(&damaged).unwrap();
     }
+    // Numbers that no dump has.
+    for (shard, culprit) in [
+        (
+            json!({ "index": 1, "count": u64::MAX, "blocks": { "start": 1, "end": 2 } }),
+            "`shard` is invalid",
+        ),
+        (
+            json!({ "index": 3, "count": 3, "blocks": { "start": 1, "end": 2 } }),
+            "`shard` is invalid",
+        ),
+        (
+            json!({ "index": 1, "count": 3, "blocks": { "start": 2, "end": 1 } }),
+            "`shard` is invalid",
+        ),
+        (
+            json!({ "index": 1, "count": 3, "blocks": { "start": 0, "end": 1 } }),
+            "`shard` does not match",
+        ),
+    ] {
+        let forged = job.scratch.path("forged");
+        copy_dir(Path::new(one), Path::new(&forged));
+        reseal_dump(&forged, |manifest| manifest["shard"] = shard);
+        signs(&format!("{zero} {forged} {two}")).fails(1, culprit, "recreate");
+        std::fs::remove_dir_all(&forged).unwrap();
+    }
     assert!(!Path::new(&out).exists());
 }
 

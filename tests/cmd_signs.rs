@@ -60,7 +60,7 @@ fn the_section_is_what_its_definition_says() {
         let artifact = Artifact::open(out.as_ref(), SECTIONS).unwrap();
         artifact.verify().unwrap();
         assert_eq!(artifact.manifest.sections["sign"].params["center"], json!(center));
-        let dump = Dump::open(dump.as_ref()).unwrap();
+        let dump = Dump::open(&[&dump]).unwrap();
         let (l, g, d) = (dump.sizes.n_layers, dump.sizes.n_kv_heads, dump.sizes.head_dim);
         let rope = dump.origin.model.rope();
         let stored = |tensor: &str, shape: &[usize]| artifact.store.read::<f32>(tensor, shape).unwrap();

@@ -193,7 +193,7 @@ fn the_fit_is_that_of_the_definition() {
         );
         let made = scratch.make("tail", &format!("tail --dump {dump} --seed 3"));
         let artifact = Artifact::open(made.as_ref(), SECTIONS).unwrap();
-        let dump = Dump::open(dump.as_ref()).unwrap();
+        let dump = Dump::open(&[&dump]).unwrap();
         let (shift, flag) = (
             &read_tensors(&made)["tail.shift"],
             &read_tensors(&made)["tail.used"],

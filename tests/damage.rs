@@ -137,7 +137,7 @@ fn dump(scratch: &Scratch) -> String {
 
 /// Reads everything in a dump.
 fn read_dump(dump: &str) -> Result<()> {
-    let dump = Dump::open(Path::new(dump))?;
+    let dump = Dump::open(&[dump])?;
     dump.moments()?;
     (0..dump.sizes.n_layers).try_for_each(|layer| dump.layer(layer).map(drop))
 }

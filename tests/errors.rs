@@ -74,8 +74,8 @@ fn missing_and_truncated_files() {
             gone,
             (
                 |m| delete(m, "config.json"),
-                "config.json",
-                "check that the path exists",
+                "it has no config.json",
+                "the folder of a Hugging Face checkpoint",
             ),
             (|m| config(m, "{"), "not valid JSON", ""),
             (|m| config(m, "[]"), "a JSON object", ""),
@@ -434,7 +434,10 @@ fn text_files() {
     dump(&scratch.path("missing.txt")).fails(1, "missing.txt", "check that the path exists");
     dump(&format!("{text} --max-tokens 0")).fails(1, "the input contains no tokens", "--max-tokens");
     let empty = scratch.write("empty.txt", "");
-    kvsmith(&format!("run --model {model} --prompt-file {empty}")).fails(1, "the prompt has no tokens", "");
+    for chat in ["", "--chat"] {
+        let run = format!("run --model {model} --prompt-file {empty} {chat}");
+        kvsmith(&run).fails(1, "the prompt is empty", "give a prompt");
+    }
     assert!(!scratch.list("").contains(&"out".to_string()));
 }
 

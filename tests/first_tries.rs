@@ -35,7 +35,7 @@ fn model(scratch: &Scratch) -> String {
 
 /// The documents of a dump.
 fn dumped(dir: &str) -> Vec<Vec<u32>> {
-    let corpus = Dump::open(Path::new(dir)).unwrap().corpus;
+    let corpus = Dump::open(&[dir]).unwrap().corpus;
     (0..corpus.n_blocks())
         .map(|b| corpus.ids[corpus.block(b)].to_vec())
         .collect()
@@ -80,6 +80,32 @@ fn a_model_is_found_in_the_hubs_cache() {
     }
     let other = ids(run(&checkpoint("qwen2_bias"), "HF_HUB_CACHE", &cache));
     assert_eq!(ids(run("lone", "HF_HUB_CACHE", &cache)), other);
+    assert_eq!(
+        ids(run(
+            &scratch.path("models--lone/snapshots"),
+            "HF_HUB_CACHE",
+            &cache
+        )),
+        other
+    );
+    // The folder of several models names them; that of a single one stands for it.
+    run(&cache, "HF_HUB_CACHE", &cache).fails(
+        1,
+        "is not the folder of a checkpoint",
+        "give --model a checkpoint in it: lone, tiny/llama",
+    );
+    let paths = format!("in it: {0}models--lone, {0}models--tiny--llama", cache);
+    run(&cache, "HF_HOME", "/nowhere").fails(1, "is not the folder of a checkpoint", &paths);
+    // Outside the hub's layout, a lone checkpoint is named, not taken.
+    std::fs::create_dir_all(scratch.path("own")).unwrap();
+    copy_dir(&golden("llama_default"), Path::new(&scratch.path("own/model")));
+    let own_folder = scratch.path("own");
+    run(&own_folder, "HF_HUB_CACHE", &cache).fails(
+        1,
+        "it has no config.json",
+        &format!("in it: {own_folder}/model"),
+    );
+    std::fs::remove_dir_all(&own_folder).unwrap();
 
     // The other places of the cache.
     let scratch = Scratch::new();
@@ -87,6 +113,9 @@ fn a_model_is_found_in_the_hubs_cache() {
     std::fs::create_dir_all(&hub).unwrap();
     copy_dir(&golden("llama_default"), Path::new(&format!("{hub}/0a1b")));
     assert_eq!(ids(run("tiny/llama", "HF_HOME", &scratch.path("home"))), own);
+    for lone in ["home", "home/hub"] {
+        assert_eq!(ids(run(&scratch.path(lone), "HF_HOME", "")), own, "{lone}");
+    }
     std::fs::create_dir_all(scratch.path(".cache")).unwrap();
     std::fs::rename(scratch.path("home"), scratch.path(".cache/huggingface")).unwrap();
     assert_eq!(ids(run("tiny/llama", "HOME", &scratch.path(""))), own);
@@ -136,7 +165,20 @@ fn other_formats_are_named() {
         &["adapter_config.json", "adapter_model.safetensors"],
     ))
     .fails(1, "PEFT adapter", "merge_and_unload");
-    run(&folder("meta", &["consolidated.00.pth", "params.json"])).fails(1, ".pth format", "save_pretrained");
+    run(&folder("meta", &["consolidated.00.pth", "params.json"])).fails(
+        1,
+        ".pth format",
+        "Hugging Face version",
+    );
+    run(&folder("pickle", &["pytorch_model.bin"])).fails(1, ".bin format", "save_pretrained");
+    run(&folder("other", &["README.md"])).fails(
+        1,
+        "other is not the folder of a checkpoint: it has no config.json",
+        "the folder of a Hugging Face checkpoint",
+    );
+    for name in ["model-q4.gguf", "renamed"] {
+        kvsmith(&format!("inspect {}", scratch.path(name))).fails(1, "is a GGUF file", "kvsmith calibrate");
+    }
 
     let text = scratch.write("text.parquet", "PAR1....");
     let model = model(&scratch);
@@ -222,6 +264,16 @@ fn text_of_every_kind_is_read() {
         [ids[0].clone(), ids[3].clone()]
     );
 
+    for (name, texts, warned) in [
+        ("warned", plain.clone(), true),
+        ("unwarned", format!("{plain} {folder}"), false),
+    ] {
+        let out = scratch.path(name);
+        let dump = format!("dump --model {model} --uuid-tokens 0 --text {texts} --text-field text -o {out}");
+        let stderr = kvsmith(&dump).ok().stderr;
+        assert_eq!(stderr.contains("--text-field has no effect"), warned, "{stderr}");
+    }
+
     let fails = |text: &str, culprit: &str, hint: &str| {
         kvsmith(&format!(
             "dump --model {model} --text {text} -o {}",
@@ -293,6 +345,12 @@ fn prompts_come_from_stdin_too() {
         assert_eq!(run("--prompt-file -", text), own, "{text:?}");
         assert_eq!(run(&file(text), ""), own, "{text:?}");
     }
+    for prompt in ["--prompt -", "--prompt-file -"] {
+        let empty = fed(&format!("run --model {model} {prompt}"), "\n");
+        empty.fails(1, "the prompt is empty", "give a prompt");
+    }
+    let mut empty = command(&format!("run --model {model} --prompt"));
+    Outcome::of(empty.arg("").output().unwrap()).fails(1, "the prompt is empty", "give a prompt");
     // One newline goes, no more.
     assert_eq!(run("--prompt -", "hello\n\n"), run(&file("hello\n\n"), ""));
     let both = fed(&format!("run --model {model} --prompt - --chat"), "hello\n");
@@ -397,11 +455,23 @@ fn what_does_nothing_is_said() {
     };
     assert_eq!(run("--method topk --budget 5"), [""; 0]);
     assert_eq!(run("--method lfps --lfps-theta 0.9"), [""; 0]);
-    assert_eq!(run("--method topk --kv 2bit --sign-full 3"), [""; 0]);
+    assert_eq!(run("--method topk --kv 2bit --sign-full 3 --plain-keys"), [""; 0]);
+    assert_eq!(
+        run("--method topk --kv 2bit --sign-centroids signs"),
+        ["--sign-centroids has no effect here: it applies to method selfindex only"]
+    );
+    assert_eq!(
+        run("--method selfindex --sign-full 3 --plain-keys"),
+        ["--plain-keys has no effect here: it applies to --kv 2bit only"]
+    );
+    assert_eq!(
+        run("--method topk --force"),
+        ["--force has no effect without --artifact"]
+    );
     assert_eq!(
         run("--method topk --lfps-theta 0.9 --ct-probes 3 --sign-full 3"),
         [
-            "--sign-full has no effect here: it applies to method selfindex only",
+            "--sign-full has no effect here: it applies to method selfindex and --kv 2bit only",
             "--lfps-theta has no effect here: it applies to method lfps only",
             "--ct-probes has no effect here: it applies to method ctkvr only",
         ]
@@ -424,6 +494,50 @@ fn what_does_nothing_is_said() {
         eval("--methods topk --window 16 --ct-probes 3"),
         ["--ct-probes has no effect here: it applies to method ctkvr only"]
     );
+    assert_eq!(
+        eval("--methods full --budgets 0.1 --window 16 --decode-prompt 4"),
+        [
+            "--budgets has no effect here: full attention reads everything",
+            "--decode-prompt has no effect without --needles",
+        ]
+    );
+
+    let calibrate = |options: &str| {
+        let out = scratch.path("art");
+        warnings(kvsmith(&format!(
+            "calibrate --model {model} --tokens {tokens} --size 4 --wrope-position 40 --overwrite -o {out} {options}"
+        )))
+    };
+    let without = calibrate("--no-verdict");
+    let said = |options: &str| {
+        let mut said = calibrate(&format!("--no-verdict {options}"));
+        said.retain(|warning| !without.contains(warning));
+        said
+    };
+    assert_eq!(
+        said("--verdict-steps 4"),
+        ["--verdict-steps has no effect with --no-verdict"]
+    );
+    assert_eq!(
+        said("--wpq-bits none --wpq-words 16"),
+        ["--wpq-words has no effect with --wpq-bits none"]
+    );
+    assert_eq!(said("--wpq-bits 32 --wpq-words 16"), [""; 0]);
+
+    let bench = |options: &str| {
+        warnings(kvsmith(&format!(
+            "bench attend --shapes 2/1x32 --context 64 --runs 1 --device cpu {options}"
+        )))
+    };
+    assert_eq!(bench("--methods lfps,a2ats --lfps-theta 0.9 --size 8"), [""; 0]);
+    assert_eq!(
+        bench("--methods full --lfps-theta 0.9 --size 8"),
+        [
+            "--lfps-theta has no effect here: it applies to method lfps only",
+            "--size has no effect here: it applies to method a2ats only",
+        ]
+    );
+
     let layered = checkpoint("qwen2_sliding");
     let said = warnings(kvsmith(&format!(
         "eval --model {layered} --tokens {tokens} --decode 4 --methods topk --window 64"
@@ -482,6 +596,37 @@ fn the_program_describes_itself() {
     for line in kvsmith("--help").ok().stdout.lines() {
         assert!(line.chars().count() <= 100, "{line}");
     }
+    // Nothing but the request for help is left over for a list without a heading.
+    for (command, headings) in [
+        ("run", &["Input", "Method", "Generation", "Output"][..]),
+        ("eval", &["Input", "Measurement"]),
+        ("calibrate", &["Input", "Work", "Verdict", "Output"]),
+    ] {
+        let help = kvsmith(&format!("{command} --help")).ok().stdout;
+        for heading in headings {
+            let heading = format!("{heading}:");
+            assert!(
+                help.lines().any(|line| line == heading),
+                "{command} {heading} {help}"
+            );
+        }
+        let options = help.lines().skip_while(|line| *line != "Options:").skip(1);
+        let options = options.take_while(|line| line.is_empty() || line.starts_with(' '));
+        let flags: Vec<&str> = options
+            .map(str::trim)
+            .filter(|line| line.starts_with('-'))
+            .collect();
+        assert_eq!(flags, ["-h, --help"], "{command}");
+        assert!(help.contains("--model <MODEL>"), "{command}: {help}");
+        let raw = help.split('<').skip(1).filter_map(|rest| rest.split_once('>'));
+        for (name, _) in raw {
+            assert!(!name.contains('_'), "{command}: <{name}>");
+        }
+    }
+    // What `bench` lists, it times.
+    let help = kvsmith("bench attend --help").ok().stdout;
+    assert!(help.contains("[default: full,a2ats,selfindex,wpq]"), "{help}");
+    assert!(!help.contains("snapkv"), "{help}");
 }
 
 /// Help shows the choice of a device where there is one, and all commands accept it.

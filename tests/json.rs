@@ -41,26 +41,24 @@ fn type_of(value: &Value) -> &'static str {
     }
 }
 
-/// The keys of an object with the types of their values. Those of an inner object are `object.key`, and those of the
-/// objects in a list `list[].key`, where the page describes any such keys.
-fn found(document: &Value, described: &BTreeMap<String, String>) -> BTreeMap<String, BTreeSet<&'static str>> {
-    let mut out: BTreeMap<String, BTreeSet<&'static str>> = BTreeMap::new();
-    let mut open = vec![(String::new(), document)];
-    while let Some((prefix, object)) = open.pop() {
-        for (key, value) in object.as_object().unwrap() {
-            let key = format!("{prefix}{key}");
-            out.entry(key.clone()).or_default().insert(type_of(value));
-            let (own, rows) = (format!("{key}."), format!("{key}[]."));
-            let describes = |prefix: &String| described.keys().any(|key| key.starts_with(prefix));
-            if value.is_object() && describes(&own) {
-                open.push((own, value));
-            } else if describes(&rows) {
-                let values = value.as_array().into_iter().flatten();
-                open.extend(values.map(|value| (rows.clone(), value)));
+type Types = BTreeMap<String, BTreeSet<&'static str>>;
+
+/// Adds the keys of an object, after a prefix, with the types of their values; those of the objects in a list as
+/// `list[].key` and those of an object as `object.key`, if the page describes any of them.
+fn add(object: &Value, prefix: &str, described: &BTreeMap<String, String>, out: &mut Types) {
+    let is_described = |within: &str| described.keys().any(|key| key.starts_with(within));
+    for (key, value) in object.as_object().unwrap() {
+        let name = format!("{prefix}{key}");
+        out.entry(name.clone()).or_default().insert(type_of(value));
+        let (of_list, of_object) = (format!("{name}[]."), format!("{name}."));
+        match value {
+            Value::Array(items) if is_described(&of_list) => {
+                items.iter().for_each(|item| add(item, &of_list, described, out));
             }
+            Value::Object(_) if is_described(&of_object) => add(value, &of_object, described, out),
+            _ => {}
         }
     }
-    out
 }
 
 /// Compares the documents of a command, taken together, with its section of the page.
@@ -74,7 +72,9 @@ fn compare(command: &str, documents: &[Value]) {
         assert_eq!(document["schema"], 1);
         assert_eq!(document["command"], command);
         assert_eq!(document["version"], env!("CARGO_PKG_VERSION"));
-        for (key, types) in found(document, own) {
+        let mut found = Types::new();
+        add(document, "", own, &mut found);
+        for (key, types) in found {
             let Some(described) = own.get(&key).or_else(|| common.get(&key)) else {
                 assert!(
                     is_open && key.contains("[]."),
@@ -94,7 +94,7 @@ fn compare(command: &str, documents: &[Value]) {
     }
     let missing: Vec<&String> = own.keys().filter(|key| !seen.contains(*key)).collect();
     assert!(missing.is_empty(), "{command} does not print {missing:?}");
-    let writes = !is_open && !["run", "eval", "plan"].contains(&command);
+    let writes = !is_open && !["run", "eval", "plan", "status"].contains(&command);
     assert_eq!(seen.contains("output"), writes, "{command}");
     assert!(
         command.starts_with("bench") || seen.contains("device"),
@@ -144,6 +144,8 @@ fn every_command_prints_what_the_page_says() {
             ))],
         );
     }
+    compare("merge", &[json(&format!("merge {dump} -o {}", path("merged")))]);
+    compare("status", &[json(&format!("status {}", path("")))]);
     let (plain, art) = (path("plain"), path("art"));
     let sections = [path("codebook"), path("signs"), path("wpq")].join(" ");
     compare(

@@ -71,6 +71,35 @@ fn caches_grow_past_what_was_reserved() {
     }
 }
 
+/// A long prompt goes through a layer in parts: progress shows between them, and the result is that of two prompts.
+#[test]
+fn a_long_prompt_tells_its_progress_within_a_layer() {
+    let decoder = Decoder::open(&common::golden("llama_default")).unwrap();
+    let ids = documents(&[5000], 4).remove(0);
+    let session = || {
+        let method = prepared(METHODS[0], None, &decoder);
+        let options = Options {
+            sinks: 2,
+            window: 4,
+            budget: Budget::Fraction(1.0),
+            kv: KvType::F32,
+            packed: Center::Median.into(),
+        };
+        Session::on_cpu(&decoder, method.as_ref(), options, ids.len()).unwrap()
+    };
+    let mut told = Vec::new();
+    let whole = session().prefill_watched(&ids, &mut |n| told.push(n)).unwrap();
+    let layers = decoder.config.n_layers;
+    assert_eq!(told.iter().sum::<usize>(), layers * ids.len(), "{told:?}");
+    // Every layer but the last, of which only one position is needed, has three parts.
+    let parts = told.iter().filter(|n| (1..=2048).contains(*n)).count();
+    assert_eq!(parts, 3 * (layers - 1) + 1, "{told:?}");
+    let mut two = session();
+    two.prefill(&ids[..2000]).unwrap();
+    let last = two.prefill(&ids[2000..]).unwrap();
+    assert!(relative_error(&whole, &last) < 1e-4);
+}
+
 #[test]
 fn a_later_prompt_continues_the_cache() {
     for model in Model::all() {

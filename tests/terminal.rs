@@ -1,4 +1,4 @@
-//! A terminal does not obey what files say: control characters are printed as escapes.
+//! What is printed on a terminal: it fits into 80 columns, and control characters from files are printed as escapes.
 
 mod common;
 
@@ -11,14 +11,120 @@ use std::ptr::null_mut;
 use common::*;
 use serde_json::{Value, json};
 
-/// Runs the program with a terminal as stdout; what it printed there.
-fn on_terminal(arguments: &str) -> String {
+/// Opens a terminal of 80 columns: our side and the program's.
+fn terminal() -> (File, OwnedFd) {
     let (mut ours, mut theirs) = (0, 0);
-    // SAFETY: both places are valid, and the other arguments may be null.
-    let made = unsafe { libc::openpty(&raw mut ours, &raw mut theirs, null_mut(), null_mut(), null_mut()) };
+    let mut size = libc::winsize {
+        ws_row: 24,
+        ws_col: 80,
+        ws_xpixel: 0,
+        ws_ypixel: 0,
+    };
+    // SAFETY: the places and the size are valid, and the other arguments may be null.
+    let made = unsafe {
+        libc::openpty(
+            &raw mut ours,
+            &raw mut theirs,
+            null_mut(),
+            null_mut(),
+            &raw mut size,
+        )
+    };
     assert_eq!(made, 0);
     // SAFETY: nobody else owns the new descriptors.
-    let (mut ours, theirs) = unsafe { (File::from_raw_fd(ours), OwnedFd::from_raw_fd(theirs)) };
+    unsafe { (File::from_raw_fd(ours), OwnedFd::from_raw_fd(theirs)) }
+}
+
+/// Runs the program in a folder with a terminal as stdout and stderr; returns the lines that it printed there, those of
+/// progress bars included, without escape sequences.
+fn lines_on_terminal(dir: &str, arguments: &str) -> Vec<String> {
+    let (mut ours, theirs) = terminal();
+    let mut child = command(arguments)
+        .current_dir(dir)
+        .env("TERM", "xterm")
+        .stdin(Stdio::null())
+        .stdout(Stdio::from(theirs.try_clone().unwrap()))
+        .stderr(Stdio::from(theirs))
+        .spawn()
+        .unwrap();
+    let mut bytes = Vec::new();
+    // Reading a terminal whose other side is closed fails.
+    let _ = ours.read_to_end(&mut bytes);
+    let text = String::from_utf8(bytes).unwrap();
+    assert!(child.wait().unwrap().success(), "{arguments}: {text}");
+    let mut plain = String::new();
+    let mut chars = text.chars();
+    while let Some(c) = chars.next() {
+        match c {
+            '\u{1b}' => {
+                chars.by_ref().skip(1).find(char::is_ascii_alphabetic);
+            }
+            c => plain.push(c),
+        }
+    }
+    plain.split(['\r', '\n']).map(str::to_owned).collect()
+}
+
+/// Every command that prints tables, summaries or progress.
+#[test]
+fn everything_fits_into_80_columns() {
+    let scratch = Scratch::new();
+    scratch.model("model", "llama_d128");
+    scratch.tokens("texts.json", &documents(&[120; 24], 3));
+    scratch.tokens("prompt.json", &documents(&[300], 4));
+    let dir = scratch.path("");
+    for (arguments, said) in [
+        (
+            "calibrate --model model --tokens texts.json --size 8 --seq-len 120 --holdout 0.2 --verdict-steps 8 -o art",
+            "elapsed, ",
+        ),
+        ("dump --model model --tokens texts.json -o dump", "elapsed, "),
+        ("inspect art", "worst heads"),
+        ("inspect art -v", "noise 2"),
+        ("inspect art --layer 1 --head 0", "output error"),
+        (
+            "run --model model --tokens prompt.json --artifact art --method a2ats --max-new 20 --ignore-eos",
+            "elapsed, ",
+        ),
+        (
+            "run --model model --tokens prompt.json --method full --max-new 2 --ignore-eos",
+            "choices read everything",
+        ),
+        (
+            "eval --model model --tokens texts.json --artifact art --methods a2ats,selfindex+tail --decode 4",
+            "elapsed, ",
+        ),
+        (
+            "eval --model model --tokens texts.json --artifact art --methods a2ats,wpq --reads 20%,40% --decode 4",
+            "read",
+        ),
+        (
+            "bench attend --shapes 40/8x128 --context 2K --batch 2 --methods full,a2ats,selfindex --runs 1 --size 64 --device cpu",
+            "as full attention",
+        ),
+        (
+            "bench kmeans --heads 2 --n 4000 --dim 32 --size 16 --runs 1 --device cpu",
+            "inertia",
+        ),
+        (
+            "bench prefill --tokens 64 --hidden 256 --intermediate 256 --heads 4 --kv-heads 2 --runs 1 --device cpu",
+            "GFLOP/s",
+        ),
+        ("report art -o report.html", "wrote"),
+    ] {
+        let lines = lines_on_terminal(&dir, arguments);
+        assert!(
+            lines.iter().any(|line| line.contains(said)),
+            "{arguments}: {lines:#?}"
+        );
+        let long: Vec<&String> = lines.iter().filter(|line| line.chars().count() > 80).collect();
+        assert!(long.is_empty(), "{arguments}: {long:#?}");
+    }
+}
+
+/// Runs the program with a terminal as stdout; what it printed there.
+fn on_terminal(arguments: &str) -> String {
+    let (mut ours, theirs) = terminal();
     let mut child = command(arguments)
         .stdin(Stdio::null())
         .stdout(Stdio::from(theirs))

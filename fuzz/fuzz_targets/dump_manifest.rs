@@ -68,7 +68,7 @@ fuzz_target!(|data: &[u8]| {
     }
     base.folder
         .write("dump/manifest.json", manifest.to_string().as_bytes());
-    let Ok(dump) = Dump::open(&base.folder.path("dump")) else {
+    let Ok(dump) = Dump::open(&[base.folder.path("dump")]) else {
         return;
     };
     assert_eq!(
@@ -80,6 +80,7 @@ fuzz_target!(|data: &[u8]| {
         let Ok(layer) = dump.layer(i) else {
             return;
         };
+        let _ = layer.sums();
         for head in 0..dump.sizes.n_kv_heads.min(4) {
             let read = |state| layer.read(state, head, 0, dump.n).map(drop);
             let _ = [State::KPre, State::QPre, State::V].map(read);

@@ -1,6 +1,6 @@
 #!/bin/sh
 # Calibrates the bundled model on a real Slurm, which runs on this machine for the time of the test: two nodes, 8 token
-# shards, 4 layer shards. A task is killed, a node is lost with all that runs on it, a node's daemon is restarted, and
+# shards, 4 layer parts. A task is killed, a node is lost with all that runs on it, a node's daemon is restarted, and
 # one task runs twice at once. The artifact must have the bytes of `kvsmith calibrate` all the same.
 #
 #     scripts/cluster/test.sh KVSMITH [SCRATCH [KILLS]]
@@ -153,12 +153,12 @@ states() { scontrol -o show job "$1" | sed 's/.* JobState=\([A-Z_]*\).*/\1/' | s
 # A task is killed, a node is lost, a daemon is restarted.
 trouble() {
     task tokens/1
-    sleep 1
+    sleep 0.3
     kill -KILL "$pid" || fail "token shard 1 ended too soon to be killed"
     say "killed the task of token shard 1 on $node"
 
     task tokens/4
-    sleep 1
+    sleep 0.3
     # As in a power cut, nothing may live to report the end of anything else.
     for signal in STOP STOP KILL; do
         # shellcheck disable=SC2046
@@ -176,7 +176,7 @@ trouble() {
     wait "$slurmd" || true
     sleep 1
     daemon "$node" slurmd -D -N "$node"
-    say "restarted the daemon of $node while layer shard 0 ran there"
+    say "restarted the daemon of $node while layer part 0 ran there"
 }
 
 # What met no trouble ran once.

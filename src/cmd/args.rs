@@ -32,7 +32,8 @@ pub struct Global {
     /// Seed for all random choices
     #[arg(long, global = true, value_name = "N", default_value_t = 0)]
     pub seed: u64,
-    /// Replace an existing output file that kvsmith wrote; without this flag, an existing output is an error
+    /// Replace an existing output file that kvsmith wrote; without this flag, an existing output is an error (except for
+    /// the finished shards and parts of --shard and --layers)
     #[arg(long, global = true)]
     pub overwrite: bool,
     /// Print the result as one JSON document on stdout; messages go to stderr
@@ -143,6 +144,19 @@ impl Text {
         TextFiles {
             paths: self.text.clone(),
             field: self.text_field.clone(),
+        }
+    }
+
+    /// Warns if --text-field is given, but no text has lines of JSON. A folder may contain anything.
+    pub fn warn_of_field(&self, log: Log) {
+        let is_plain = |path: &PathBuf| {
+            let name = path.display().to_string();
+            let name = name.strip_suffix(".gz").unwrap_or(&name);
+            let is_lines = name == "-" || name.ends_with(".jsonl") || name.ends_with(".ndjson");
+            !is_lines && !path.is_dir()
+        };
+        if self.text_field.is_some() && self.text.iter().all(is_plain) {
+            log.warn("--text-field has no effect: it applies to .jsonl and .ndjson files and to stdin only");
         }
     }
 

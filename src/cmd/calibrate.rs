@@ -10,7 +10,7 @@ use std::path::{Path, PathBuf};
 use serde_json::{Value, json};
 
 use self::layers::CalibrationRun;
-use self::plan::query_rows;
+use self::plan::{JudgedRows, query_rows};
 use self::stages::Stages;
 use super::sections::SectionFlags;
 use super::verdict::{self, Judging, VerdictFlags};
@@ -25,7 +25,7 @@ use crate::flags::parse_count;
 use crate::heap;
 use crate::method::sections::SECTIONS;
 use crate::model::ModelConfig;
-use crate::progress::Log;
+use crate::progress::{COLUMNS, Log, wrapped};
 use crate::work::WorkFolder;
 
 /// Arguments of `calibrate`.
@@ -33,17 +33,17 @@ use crate::work::WorkFolder;
 #[command(group(clap::ArgGroup::new("source").args(["text", "tokens"]).required(true)))]
 pub struct Args {
     /// Artifact file to write
-    #[arg(short, long, value_name = "ART.safetensors")]
-    output: PathBuf,
+    #[arg(short, long, value_name = "ART.safetensors", required_unless_present = "plan")]
+    output: Option<PathBuf>,
     /// Save finished layers and hidden states in this folder, so that --resume can continue an interrupted
     /// calibration; kvsmith removes these files at the end
-    #[arg(long, value_name = "DIR")]
+    #[arg(help_heading = "Work", long, value_name = "DIR")]
     work: Option<PathBuf>,
     /// Continue the interrupted calibration in --work after its last finished layer
-    #[arg(long, requires = "work")]
+    #[arg(help_heading = "Work", long, requires = "work")]
     resume: bool,
     /// Only estimate time, memory and disk space, as `kvsmith plan` does
-    #[arg(long, conflicts_with = "resume")]
+    #[arg(help_heading = "Work", long, conflicts_with = "resume")]
     plan: bool,
     #[command(flatten)]
     settings: Settings,
@@ -56,14 +56,15 @@ pub struct Settings {
     /// Folder of a Hugging Face checkpoint, or the id of a model in the Hugging Face cache, such as Qwen/Qwen3-0.6B
     #[arg(long, value_name = "DIR", value_parser = model_folder())]
     pub model: PathBuf,
-    /// WRoPE position: relative position, in tokens, to which queries are rotated for their second moments
-    #[arg(long, value_name = "P", default_value_t = 2048, value_parser = parse_count)]
+    /// For a2ats: fixed distance, in tokens, between query and key at which keys are scored; use half of the context
+    /// for models of up to 2048 tokens
+    #[arg(help_heading = "Section a2ats", long, value_name = "P", default_value_t = 2048, value_parser = parse_count)]
     pub wrope_position: usize,
-    /// Rotation of keys and queries for the codebooks
-    #[arg(long, value_enum, default_value_t = RopeKind::Windowed)]
+    /// For a2ats: rotation of keys and queries
+    #[arg(help_heading = "Section a2ats", long, value_enum, default_value_t = RopeKind::Windowed)]
     pub rope: RopeKind,
     /// Do not measure the methods on the held-out text; the artifact then contains no recommendation
-    #[arg(long)]
+    #[arg(help_heading = "Verdict", long)]
     pub no_verdict: bool,
     /// The text.
     #[command(flatten)]
@@ -77,6 +78,11 @@ pub struct Settings {
 }
 
 impl Args {
+    /// Returns the artifact to write; only a plan has none.
+    fn output(&self) -> &Path {
+        self.output.as_deref().unwrap_or(Path::new(""))
+    }
+
     /// Returns the settings of a calibration that is only to be planned.
     pub fn planned(&self) -> Option<&Settings> {
         self.plan.then_some(&self.settings)
@@ -107,11 +113,15 @@ impl Settings {
         })
     }
 
-    /// Counts the combinations of method and budget that the verdict will measure; 0 without a verdict.
-    pub fn verdict_budgets(&self, fits: &[Box<dyn Fit>], text: &Corpus) -> usize {
-        match self.no_verdict || text.held_out.is_empty() {
+    /// Counts what the verdict will decode.
+    pub fn judged_rows(&self, fits: &[Box<dyn Fit>], text: &Corpus) -> JudgedRows {
+        let variants = match self.no_verdict || text.held_out.is_empty() {
             true => 0,
             false => self.verdict.budgets(fits.len()),
+        };
+        JudgedRows {
+            variants,
+            steps: self.verdict.steps(),
         }
     }
 }
@@ -128,7 +138,7 @@ pub fn run(args: &Args, global: &Global) -> Result<()> {
         }
         _ => e,
     })?;
-    finish(global, &made.note, &args.output, &made.document)
+    finish(global, &made.note, args.output(), &made.document)
 }
 
 /// What a calibration reports.
@@ -147,7 +157,7 @@ struct Made {
 /// Those of a calibration.
 pub fn time_stages(settings: Settings, output: &Path, global: &Global) -> Result<(Stages, usize)> {
     let args = Args {
-        output: output.to_owned(),
+        output: Some(output.to_owned()),
         work: None,
         resume: false,
         plan: false,
@@ -165,15 +175,16 @@ fn calibrate(args: &Args, global: &Global) -> Result<Made> {
     let inputs: Vec<&Path> = settings.input.files().chain([settings.model.as_path()]).collect();
     if let Some(work) = &args.work {
         output::check_folder("--work", work, &inputs)?;
-        output::check_outside(&args.output, work)?;
+        output::check_outside(args.output(), work)?;
     }
-    let output = output::create(&args.output, &inputs, global)?;
+    let output = output::create(args.output(), &inputs, global)?;
     let decoder = open_model(&settings.model, log)?;
-    check_wrope_position(settings.wrope_position, &decoder.config, log);
+    check_wrope_position(settings.wrope_position, &decoder.config, global);
     let corpus = load_corpus(&settings.model, &decoder.config, &settings.input, global)?;
     let kept = corpus.kept();
     let position = settings.rope.position(settings.wrope_position);
     let fits = settings.fits(&decoder.config, &corpus, &kept, global.seed, log)?;
+    warn_of_unused(settings, &fits, global);
     let origin = Origin {
         model: model_manifest(&decoder, log)?,
         calibration: corpus.manifest(),
@@ -194,8 +205,7 @@ fn calibrate(args: &Args, global: &Global) -> Result<Made> {
         fits,
         log,
     };
-    let budgets = settings.verdict_budgets(&calibration.fits, &corpus);
-    calibration.plan(&sections, budgets * settings.verdict.steps())?;
+    calibration.plan(&sections, settings.judged_rows(&calibration.fits, &corpus))?;
     let layers = layers_on(device.as_ref(), &decoder, global)?;
     let mut stages = calibration.run(layers.as_ref(), work.as_ref(), &mut sections)?;
     drop(layers);
@@ -211,7 +221,7 @@ fn calibrate(args: &Args, global: &Global) -> Result<Made> {
         true => artifact::write(output, origin, sections).map(|()| None)?,
         false => {
             let mut judged = None;
-            let draft = Output::create(&args.output)?;
+            let draft = Output::create(args.output())?;
             artifact::write_judged(output, draft, origin, sections, &mut |artifact| {
                 let outcome = judging.measure(artifact, &mut stages);
                 judged.insert(outcome).as_ref().ok().cloned()
@@ -226,13 +236,13 @@ fn calibrate(args: &Args, global: &Global) -> Result<Made> {
     let verdict_seconds = judged.is_some().then_some(seconds - fitted);
     // The fits took long, so their artifact is written even if the verdict failed.
     let verdict = judged.transpose().map_err(|e| without_verdict(e, args))?;
-    let mut note = format!("wrote {} in {seconds:.1} s", args.output.display());
-    note += &format!(": {}", stages.text());
+    let mut note = format!("wrote {} in {seconds:.1} s", args.output().display());
+    note += &format!("\n{}", wrapped(&format!("  {}", stages.text()), COLUMNS));
     if let Some(usual) = verdict.as_ref().and_then(verdict::summary) {
         note += &format!("\n{usual}");
     }
     let document = json!({
-        "artifact": args.output.display().to_string(), "tokens": corpus.n_tokens(), "layers": sizes.n_layers,
+        "artifact": args.output().display().to_string(), "tokens": corpus.n_tokens(), "layers": sizes.n_layers,
         "seconds": seconds, "verdict_seconds": verdict_seconds, "device": device.name(),
         "stages": stages.json(),
     });
@@ -246,12 +256,29 @@ fn calibrate(args: &Args, global: &Global) -> Result<Made> {
     })
 }
 
+/// Warns of flags for a verdict or a section that is not made.
+fn warn_of_unused(settings: &Settings, fits: &[Box<dyn Fit>], global: &Global) {
+    let makes = |section: &str| fits.iter().any(|fit| fit.kind().name() == section);
+    for flag in &global.given {
+        if settings.no_verdict && flag.starts_with("verdict-") {
+            global
+                .log()
+                .warn(&format!("--{flag} has no effect with --no-verdict"));
+        }
+        if flag.starts_with("wpq-") && flag != "wpq-bits" && !makes("wpq") {
+            global
+                .log()
+                .warn(&format!("--{flag} has no effect with --wpq-bits none"));
+        }
+    }
+}
+
 /// Adds to a verdict's error that the artifact was written without a verdict.
 fn without_verdict(e: Error, args: &Args) -> Error {
     let advice = e.advice().map(|advice| format!("; {advice}")).unwrap_or_default();
     e.hint(format!(
         "{} is complete except for the verdict; run `kvsmith verdict` to add it{advice}",
-        args.output.display()
+        args.output().display()
     ))
 }
 

@@ -41,9 +41,9 @@ pub struct Args {
     /// WRoPE position: relative position, in tokens, to which queries are rotated for their second moments
     #[arg(long, value_name = "P", default_value_t = 2048, value_parser = parse_count)]
     wrope_position: usize,
-    /// Dump only a part of the text, for one of many machines: shard I of N, from 0, with the same blocks whatever the
-    /// machine. auto takes I and N from a Slurm job array; auto/N takes I from Slurm or from a Kubernetes Indexed Job.
-    /// If the shard is already there, nothing is done
+    /// Dump only one of N parts of the text, as one task of many; I counts from 0, and the text and N alone decide which
+    /// blocks are in a shard. auto takes I and N from a Slurm job array; auto/N takes I from Slurm or from a Kubernetes
+    /// Indexed Job. A finished shard is kept, and nothing is done
     #[arg(long, value_name = "I/N", value_parser = parse_share_of)]
     shard: Option<Share>,
     #[command(flatten)]
@@ -76,7 +76,7 @@ fn dump(args: &Args, global: &Global, shard: Option<(usize, usize, &mut Task)>) 
         Some(_) => None,
     };
     let device = device_for(device, &decoder, global)?;
-    check_wrope_position(args.wrope_position, &decoder.config, log);
+    check_wrope_position(args.wrope_position, &decoder.config, global);
     let mut corpus = load_corpus(&args.model, &decoder.config, &args.input, global)?;
     let mut job = DumpJob {
         origin: Origin {
@@ -92,7 +92,7 @@ fn dump(args: &Args, global: &Global, shard: Option<(usize, usize, &mut Task)>) 
         shard: None,
     };
     if let Some((index, count, task)) = shard {
-        let blocks = corpus.shard(index, count)?;
+        let blocks = corpus.shards(count)?.swap_remove(index);
         corpus = corpus.part(blocks.clone());
         log.note(&format!(
             "shard {index}/{count}: blocks {} to {}, {} tokens",

@@ -19,7 +19,7 @@ use crate::error::{Error, Kind, Result};
 use crate::flags::{parse_count, parse_count_or_all, parse_positive_count, parse_share};
 use crate::kv::Budget;
 use crate::method::Method;
-use crate::method::registry::MethodName;
+use crate::method::registry::{FULL, MethodName};
 use crate::model::Decoder;
 use crate::model::tokenizer::Tokenizer;
 use crate::runner::Options;
@@ -37,52 +37,58 @@ pub struct Args {
     #[arg(long, value_name = "DIR", value_parser = model_folder())]
     model: PathBuf,
     /// Read token ids instead of text: a JSON array of arrays, one per document
-    #[arg(long, value_name = "FILE.json")]
+    #[arg(help_heading = "Input", long, value_name = "FILE.json")]
     tokens: Option<PathBuf>,
     /// Ask questions instead of comparing texts: JSON lines {prompt, answer}, {prompt_tokens, answer_tokens}, or
     /// conversations {turns: [..]} of such turns. A `question` is fed token by token after the prompt; with several
     /// `answers`, the score is the share of the answers found
-    #[arg(long, value_name = "F.jsonl")]
+    #[arg(help_heading = "Input", long, value_name = "F.jsonl")]
     needles: Option<PathBuf>,
     /// Number of tokens at the end of a needle's prompt that are fed one by one if its line has no `question`. With
     /// 0, the first token of the answer comes from exact attention
-    #[arg(long, value_name = "N", default_value_t = 16, value_parser = parse_count, requires = "needles")]
+    #[arg(help_heading = "Input", long, value_name = "N", default_value_t = 16, value_parser = parse_count, requires = "needles")]
     decode_prompt: usize,
     /// Methods to compare with full attention. NAME+tail also estimates the attention to positions that are not read;
     /// it needs the section `tail` of --artifact
-    #[arg(long, value_name = "A,B", value_delimiter = ',', required = true, value_parser = NamedParser)]
+    #[arg(help_heading = "Measurement", long, value_name = "A,B", value_delimiter = ',', required = true, value_parser = NamedParser)]
     methods: Vec<Named>,
     /// Budgets to measure each method with; NAME=X applies to the method NAME only. A budget is a fraction of the
     /// context (0.06 or 6%) or, above 1, a number of positions. The static set, the index and keys that are read only
     /// to rank do not count
-    #[arg(long, value_name = "X,Y", value_delimiter = ',', default_value = "0.06", value_parser = BudgetOf::parse)]
+    #[arg(help_heading = "Measurement", long, value_name = "X,Y", value_delimiter = ',', default_value = "0.06", value_parser = BudgetOf::parse)]
     budgets: Vec<BudgetOf>,
     /// Instead of --budgets: shares of the bytes of all visible keys and values that a step may read, index included,
     /// such as 0.05,0.1. kvsmith searches for the budget of each method on the first block or line
-    #[arg(long, value_name = "F,G", value_delimiter = ',', value_parser = parse_share, conflicts_with = "budgets")]
+    #[arg(help_heading = "Measurement", long, value_name = "F,G", value_delimiter = ',', value_parser = parse_share, conflicts_with = "budgets")]
     reads: Vec<f64>,
     /// Number of tokens at the end of each turn that are decoded one by one
-    #[arg(long, value_name = "N", default_value_t = 64, value_parser = parse_positive_count)]
+    #[arg(help_heading = "Measurement", long, value_name = "N", default_value_t = 64, value_parser = parse_positive_count)]
     decode: usize,
     /// Cut each block of text into this number of equal turns
-    #[arg(long, value_name = "N", default_value_t = 1, value_parser = parse_positive_count, conflicts_with = "needles")]
+    #[arg(help_heading = "Measurement", long, value_name = "N", default_value_t = 1, value_parser = parse_positive_count, conflicts_with = "needles")]
     turns: usize,
     /// Also report each layer and KV head
-    #[arg(long)]
+    #[arg(help_heading = "Measurement", long)]
     per_head: bool,
     /// Maximum block length in tokens; longer documents are cut into blocks (default: 16384, or the model's context
     /// if it is shorter)
-    #[arg(long, value_name = "N", value_parser = parse_count)]
+    #[arg(help_heading = "Text", long, value_name = "N", value_parser = parse_count)]
     seq_len: Option<usize>,
     /// Maximum number of text tokens to read; `all` for no limit
-    #[arg(long, value_name = "N", default_value_t = 65_536, value_parser = parse_count_or_all)]
+    #[arg(help_heading = "Text", long, value_name = "N", default_value_t = 65_536, value_parser = parse_count_or_all)]
     max_tokens: usize,
     /// Number of tokens of random UUIDs to add to the text
-    #[arg(long, value_name = "N", default_value_t = 0, value_parser = parse_count)]
+    #[arg(help_heading = "Text", long, value_name = "N", default_value_t = 0, value_parser = parse_count)]
     uuid_tokens: usize,
     /// More artifacts to compare with --artifact: each method is also measured with every artifact that has its
     /// section, on the same steps
-    #[arg(long, value_name = "ART2,ART3", value_delimiter = ',', requires = "artifact")]
+    #[arg(
+        help_heading = "Measurement",
+        long,
+        value_name = "ART2,ART3",
+        value_delimiter = ',',
+        requires = "artifact"
+    )]
     against: Vec<PathBuf>,
     #[command(flatten)]
     text: Text,
@@ -97,6 +103,26 @@ impl Args {
     }
 }
 
+impl Args {
+    /// Warns of flags of `eval` that have no effect.
+    fn warn_of_unused(&self, global: &Global) {
+        let (log, given) = (global.log(), |flag: &str| {
+            global.given.iter().any(|given| given == flag)
+        });
+        if self.methods.iter().all(|named| named.method == FULL) {
+            for flag in ["budgets", "reads"].into_iter().filter(|flag| given(flag)) {
+                log.warn(&format!(
+                    "--{flag} has no effect here: full attention reads everything"
+                ));
+            }
+        }
+        if self.needles.is_none() && given("decode-prompt") {
+            log.warn("--decode-prompt has no effect without --needles");
+        }
+        self.text.warn_of_field(log);
+    }
+}
+
 /// Runs `eval`.
 pub fn run(args: &Args, global: &Global) -> Result<()> {
     let log = global.log();
@@ -106,6 +132,7 @@ pub fn run(args: &Args, global: &Global) -> Result<()> {
     let device = device_for(device, &decoder, global)?;
     let named: Vec<MethodName> = args.methods.iter().map(|named| named.method).collect();
     args.reading.warn_of_unused(&named, global);
+    args.warn_of_unused(global);
     let artifacts = args
         .artifacts()
         .map(|path| args.reading.open(path, &decoder, log));

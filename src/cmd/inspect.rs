@@ -10,8 +10,9 @@ use super::{model_manifest, open_model, print, print_json};
 use crate::artifact::{Artifact, HeadReport, SectionView, short};
 use crate::cmd::args::Global;
 use crate::error::{Error, Result};
-use crate::method::sections::SECTIONS;
-use crate::progress::{harmless, size};
+use crate::method::sections::{SECTIONS, weak_heads};
+use crate::model::folder;
+use crate::progress::{COLUMNS, harmless, size, wrapped};
 
 /// Arguments of `inspect`.
 #[derive(clap::Args, Debug)]
@@ -19,10 +20,11 @@ pub struct Args {
     /// Artifact or section file to show
     #[arg(value_name = "ART")]
     artifact: PathBuf,
-    /// Show only this layer, counted from 0
+    /// Show only this layer, counted from 0, with a table for each section (-v: these tables for all layers)
     #[arg(long, value_name = "I")]
     layer: Option<usize>,
     /// Show only this KV head of each layer, counted from 0; together with --layer, show all values of that head
+    /// and what each method loses there
     #[arg(long, value_name = "C")]
     head: Option<usize>,
     /// Check all digests and values in the file
@@ -36,6 +38,7 @@ pub struct Args {
 /// Runs `inspect`.
 pub fn run(args: &Args, global: &Global) -> Result<()> {
     global.cpu_only("inspect")?;
+    folder::check_artifact(&args.artifact)?;
     let artifact = Artifact::open(&args.artifact, SECTIONS)?;
     let sizes = artifact.sizes;
     let asked = [
@@ -67,12 +70,20 @@ pub fn run(args: &Args, global: &Global) -> Result<()> {
     let mut text = verdict.map_or(String::new(), losses::recommendation);
     text += &summary(&artifact, args)?;
     text += &verdict.map_or(Ok(String::new()), |verdict| losses::table(verdict, &artifact))?;
+    if let (Some(layer), Some(head), Some(verdict)) =
+        (args.layer, args.head, &artifact.manifest.quality.methods)
+    {
+        text += &losses::of_head(verdict, layer, head);
+    }
     for (section, reports) in &sections {
         if args.layer.is_some() && args.head.is_some() {
             reports.iter().for_each(|head| text += &detail(section, head));
-        } else {
+            continue;
+        }
+        if global.verbose || args.layer.is_some() {
             text += &section.kind.table(reports)?;
         }
+        text += &weak_heads(section, reports)?;
     }
     if args.verify {
         text += "verified: all digests and values are correct\n";
@@ -170,8 +181,6 @@ fn summary(artifact: &Artifact, args: &Args) -> Result<String> {
 
 /// Width of the headings of paragraphs.
 const INDENT: usize = 13;
-/// Longest line.
-const COLUMNS: usize = 80;
 
 /// Formats words in a paragraph beside a heading, in lines of at most 80 characters.
 fn paragraph(heading: &str, text: &str) -> String {
@@ -201,14 +210,55 @@ fn detail(section: &SectionView, head: &HeadReport) -> String {
     );
     for (name, value) in head.report {
         let text = match value {
-            Value::Array(items) => items
-                .iter()
-                .map(|v| v.as_f64().map_or(v.to_string(), |x| format!("{x:.4}")))
-                .collect::<Vec<_>>()
-                .join(" "),
-            other => other.to_string(),
+            Value::Array(items) => items.iter().map(shown).collect::<Vec<_>>().join(" "),
+            other => shown(other),
         };
-        out += &format!("  {name:<20} {text}\n");
+        out += &wrapped(&format!("  {name:<20} {text}"), COLUMNS);
+        out.push('\n');
     }
     out
+}
+
+/// Shows a value of a report; four significant digits of a number that is not whole.
+fn shown(value: &Value) -> String {
+    match value.as_f64().filter(|_| value.is_f64()) {
+        Some(x) => significant(x),
+        None => value.to_string(),
+    }
+}
+
+/// Formats a finite number with four significant digits.
+fn significant(x: f64) -> String {
+    // Rounding comes first: 9.9999 has the exponent of 10.
+    let short = format!("{x:.3e}");
+    let exponent: i32 = short
+        .split_once('e')
+        .and_then(|(_, e)| e.parse().ok())
+        .unwrap_or(0);
+    match exponent {
+        -4..=3 => format!("{x:.*}", (3 - exponent) as usize),
+        4..=6 => format!("{x:.0}"),
+        _ => short,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn numbers_have_four_significant_digits() {
+        for (x, expected) in [
+            (0.0, "0.000"),
+            (0.123_456_789, "0.1235"),
+            (-0.001_234_56, "-0.001235"),
+            (9.999_96, "10.00"),
+            (123.456, "123.5"),
+            (123_456.7, "123457"),
+            (1.234_56e9, "1.235e9"),
+            (1.234_56e-7, "1.235e-7"),
+        ] {
+            assert_eq!(significant(x), expected, "{x}");
+        }
+    }
 }

@@ -14,7 +14,7 @@ use crate::stats::moments::Position;
 /// Arguments of `merge`.
 #[derive(clap::Args, Debug)]
 pub struct Args {
-    /// Dump folders of all shards of a text, in any order
+    /// Folders of all shards of a dump, in any order
     #[arg(required = true, value_name = "DIR")]
     dumps: Vec<PathBuf>,
     /// Moments file to write

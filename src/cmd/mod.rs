@@ -157,6 +157,7 @@ fn model_manifest(decoder: &Decoder, log: Log) -> Result<ModelManifest> {
 /// Reads the calibration input and logs its length.
 fn load_corpus(dir: &Path, config: &ModelConfig, input: &Input, global: &Global) -> Result<Corpus> {
     let log = global.log();
+    input.text.warn_of_field(log);
     let corpus = Corpus::load(dir, config, &input.source(), &input.options(global.seed))?;
     config.check_ids(&corpus.ids)?;
     let held_out = corpus.n_held_out();
@@ -186,13 +187,19 @@ fn load_corpus(dir: &Path, config: &ModelConfig, input: &Input, global: &Global)
     Ok(corpus)
 }
 
-/// Warns if the query moments are taken at a relative position outside the model's context.
-fn check_wrope_position(position: usize, config: &ModelConfig, log: Log) {
+/// Warns if the query moments are taken at a relative position outside the model's context; the default is only noted.
+fn check_wrope_position(position: usize, config: &ModelConfig, global: &Global) {
     let context = config.max_position_embeddings;
-    if position >= context {
-        log.warn(&format!(
-            "--wrope-position {position} is outside the model's context of {context} tokens; half of the context is a good choice"
-        ));
+    if position < context {
+        return;
+    }
+    let text = format!(
+        "--wrope-position {position} is outside the model's context of {context} tokens; half of the context is a good choice"
+    );
+    let log = global.log();
+    match global.given.iter().any(|flag| flag == "wrope-position") {
+        true => log.warn(&text),
+        false => log.note(&text),
     }
 }
 

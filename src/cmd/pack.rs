@@ -13,7 +13,7 @@ use crate::method::sections::SECTIONS;
 /// Arguments of `pack`.
 #[derive(clap::Args, Debug)]
 pub struct Args {
-    /// Section files to combine: one per section, or several that have different layers of it
+    /// Section files to combine: one per section, or several that together have each layer of it once
     #[arg(required = true, value_name = "SECTION_FILE")]
     sections: Vec<PathBuf>,
     /// The model from which the sections were made: checkpoint folder, or id in the Hugging Face cache

@@ -55,7 +55,7 @@ fn plan(settings: &Settings, probe: bool, shards: Option<&ShardFlags>, global: &
     let log = global.log();
     let device = global.open_device()?;
     let config = ModelConfig::load(&settings.model)?;
-    check_wrope_position(settings.wrope_position, &config, log);
+    check_wrope_position(settings.wrope_position, &config, global);
     let corpus = corpus(settings, &config, global)?;
     let kept = corpus.kept();
     let fits = settings.fits(&config, &corpus, &kept, global.seed, log)?;
@@ -63,10 +63,9 @@ fn plan(settings: &Settings, probe: bool, shards: Option<&ShardFlags>, global: &
     let sections = fits.iter().map(|fit| section(fit.as_ref()));
     let sections: Vec<Section> = sections.collect::<Result<_>>()?;
     let weights = Weights::of(&config, &settings.model);
-    let budgets = settings.verdict_budgets(&fits, &corpus);
-    let verdict_rows = budgets * settings.verdict.steps();
-    let memory = MemoryPlan::new(&config, &corpus, device.as_ref(), &fits, &sections, verdict_rows);
-    let disk = Disk::of(&config, &corpus, memory.results, budgets);
+    let judged = settings.judged_rows(&fits, &corpus);
+    let memory = MemoryPlan::new(&config, &corpus, device.as_ref(), &fits, &sections, judged);
+    let disk = Disk::of(&config, &corpus, memory.results, judged.variants);
     if probe && device.cuda().is_some() {
         log.note(
             "the forward pass of the model is timed on the CPU, although calibration runs it on the device",
@@ -87,7 +86,7 @@ fn plan(settings: &Settings, probe: bool, shards: Option<&ShardFlags>, global: &
         weights: &weights,
         artifacts: [
             Some(Disk::of(&config, &corpus, memory.results, 0).artifact),
-            (budgets > 0).then_some(disk.artifact),
+            (judged.variants > 0).then_some(disk.artifact),
         ],
         times: times.as_ref(),
     };

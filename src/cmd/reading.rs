@@ -134,16 +134,12 @@ impl Reading {
         self.tail
     }
 
-    /// Warns of flags that belong to methods that do not run; a 2-bit cache uses the flags of `selfindex`.
+    /// Warns of flags that have no effect: those of methods that do not run or of caches that are not used, and --force
+    /// without an artifact.
     pub(super) fn warn_of_unused(&self, methods: &[MethodName], global: &Global) {
-        for (method, flags) in flags_of_methods() {
-            let runs = methods.iter().any(|own| own.as_str() == method)
-                || method == "selfindex" && self.kv == Some(Kv::TwoBit);
-            for flag in flags.iter().filter(|flag| !runs && global.given.contains(flag)) {
-                global.log().warn(&format!(
-                    "--{flag} has no effect here: it applies to method {method} only"
-                ));
-            }
+        warn_of_methods(methods, self.kv == Some(Kv::TwoBit), global);
+        if self.force && self.artifact.is_none() {
+            global.log().warn("--force has no effect without --artifact");
         }
     }
 
@@ -168,9 +164,13 @@ impl Reading {
         let calibrated = artifact.manifest.origin.calibration.seq_len;
         let warns = !names.is_empty() && positions > calibrated;
         if warns {
+            let (was, loses) = match names.len() {
+                1 => ("was", "loses"),
+                _ => ("were", "lose"),
+            };
             log.warn(&format!(
-                "{} was calibrated on blocks of at most {calibrated} tokens and loses more at {positions}; calibrate with --seq-len {positions} or more",
-                names.join(", ")
+                "{} {was} calibrated on blocks of at most {calibrated} tokens and {loses} more at {positions} tokens; calibrate with --seq-len {positions} or more",
+                listed(&names)
             ));
         }
         warns
@@ -200,6 +200,33 @@ impl Reading {
             global.log().warn(&format!("{}: {text}", name.as_str()));
         }
         Ok(method)
+    }
+}
+
+/// Warns of flags of methods that are not among `methods`; some of those of selfindex apply to 2-bit caches too, and one
+/// to these alone.
+pub(in crate::cmd) fn warn_of_methods(methods: &[MethodName], packed: bool, global: &Global) {
+    for (method, flags) in flags_of_methods() {
+        let runs = methods.iter().any(|own| own.as_str() == method);
+        for flag in flags.iter().filter(|flag| global.given.contains(flag)) {
+            let (acts, place) = match &flag[..] {
+                "plain-keys" => (packed, "--kv 2bit only".to_owned()),
+                "center" | "sign-full" => (runs || packed, format!("method {method} and --kv 2bit only")),
+                _ => (runs, format!("method {method} only")),
+            };
+            if !acts {
+                let warning = format!("--{flag} has no effect here: it applies to {place}");
+                global.log().warn(&warning);
+            }
+        }
+    }
+}
+
+/// Joins names as in "a, b and c".
+pub(in crate::cmd) fn listed(names: &[&str]) -> String {
+    match names.split_last() {
+        Some((last, others)) if !others.is_empty() => format!("{} and {last}", others.join(", ")),
+        _ => names.concat(),
     }
 }
 

@@ -42,63 +42,69 @@ pub struct Args {
     #[arg(long, value_name = "DIR", value_parser = model_folder())]
     model: PathBuf,
     /// Text of the prompt; - reads stdin
-    #[arg(long, value_name = "T", group = "input")]
+    #[arg(help_heading = "Input", long, value_name = "T", group = "input")]
     prompt: Option<String>,
     /// File with the text of the prompt; - reads stdin
-    #[arg(long, value_name = "F", group = "input")]
+    #[arg(help_heading = "Input", long, value_name = "F", group = "input")]
     prompt_file: Option<PathBuf>,
     /// File with the token ids of the prompt: a JSON array that contains one array (with --chat, one array per turn)
-    #[arg(long, value_name = "F", group = "input")]
+    #[arg(help_heading = "Input", long, value_name = "F", group = "input")]
     tokens: Option<PathBuf>,
     /// Hold a conversation on one KV cache: each line of stdin is a user message, and the prompt, if given, is the
     /// first message
-    #[arg(long)]
+    #[arg(help_heading = "Input", long)]
     chat: bool,
     /// With --chat: system message for the model's chat template
-    #[arg(long, value_name = "T", requires = "chat", conflicts_with = "tokens")]
+    #[arg(
+        help_heading = "Input",
+        long,
+        value_name = "T",
+        requires = "chat",
+        conflicts_with = "tokens"
+    )]
     system: Option<String>,
     /// Method that chooses the positions each decode step reads. Without --method and --budget, both come from the
-    /// artifact's recommendation, if it has one. In every other case the default is the first of a2ats, selfindex,
-    /// lfps and wpq with a section in the artifact, else full
-    #[arg(long, value_enum)]
+    /// artifact's recommendation, if it has one. Without a recommendation, or if only --budget is given: the first of
+    /// a2ats, selfindex, lfps and wpq with a section in the artifact, else full
+    #[arg(help_heading = "Method", long, value_enum)]
     method: Option<MethodName>,
     /// Number of positions that the method may choose per KV head and step: a fraction of the context (0.06 or 6%; 1
     /// or `all` reads everything) or, above 1, a number of positions. Sinks, window, index and keys that are read
     /// only to rank do not count. Without --method and --budget, both come from the artifact's recommendation, if it
-    /// has one. In every other case the default is 0.06
-    #[arg(long, value_name = "X", value_parser = parse_budget)]
+    /// has one. Without a recommendation, or if only --method is given: 0.06
+    #[arg(help_heading = "Method", long, value_name = "X", value_parser = parse_budget)]
     budget: Option<Budget>,
     /// Maximum number of tokens to generate (with --chat, per reply)
-    #[arg(long, value_name = "N", default_value_t = 128, value_parser = parse_count)]
+    #[arg(help_heading = "Generation", long, value_name = "N", default_value_t = 128, value_parser = parse_count)]
     max_new: usize,
     /// Continue beyond the model's context (max_position_embeddings), where its answers get worse
-    #[arg(long)]
+    #[arg(help_heading = "Generation", long)]
     beyond_context: bool,
     /// Do not stop at the model's stop tokens
-    #[arg(long)]
+    #[arg(help_heading = "Generation", long)]
     ignore_eos: bool,
     /// Write the positions that the method chose to this file: one JSON line per step, layer and KV head
-    #[arg(long, value_name = "FILE")]
+    #[arg(help_heading = "Output", long, value_name = "FILE")]
     trace: Option<PathBuf>,
     /// Sampling temperature; 0 always takes the most probable token
-    #[arg(long, value_name = "T", default_value_t = 0.0, value_parser = not_negative)]
+    #[arg(help_heading = "Generation", long, value_name = "T", default_value_t = 0.0, value_parser = not_negative)]
     temperature: f64,
     /// Sample from the K most probable tokens (default: no limit)
-    #[arg(long, value_name = "K", value_parser = at_least_one)]
+    #[arg(help_heading = "Generation", long, value_name = "K", value_parser = at_least_one)]
     top_k: Option<usize>,
     /// Sample from the smallest set of tokens whose total probability reaches P (above 0, at most 1; 1 = all tokens)
-    #[arg(long, value_name = "P", default_value_t = 1.0, value_parser = share)]
+    #[arg(help_heading = "Generation", long, value_name = "P", default_value_t = 1.0, value_parser = share)]
     top_p: f64,
     /// Sample only from tokens with at least P times the probability of the most probable token (at least 0, below 1;
     /// 0 = all tokens)
-    #[arg(long, value_name = "P", default_value_t = 0.0, value_parser = share_or_zero)]
+    #[arg(help_heading = "Generation", long, value_name = "P", default_value_t = 0.0, value_parser = share_or_zero)]
     min_p: f64,
     /// Penalise tokens that already occurred: divide their positive logits by X and multiply their negative logits by
     /// X (at least 1; 1 = no penalty)
-    #[arg(long, value_name = "X", default_value_t = 1.0, value_parser = at_least_1)]
+    #[arg(help_heading = "Generation", long, value_name = "X", default_value_t = 1.0, value_parser = at_least_1)]
     repetition_penalty: f64,
     /// End a reply before this text; can be given more than once
-    #[arg(long, value_name = "TEXT", value_parser = clap::builder::NonEmptyStringValueParser::new())]
+    #[arg(help_heading = "Generation", long, value_name = "TEXT", value_parser = clap::builder::NonEmptyStringValueParser::new())]
     stop: Vec<String>,
     #[command(flatten)]
     reading: Reading,

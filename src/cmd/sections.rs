@@ -115,9 +115,9 @@ fn describe(kind: &dyn SectionKind) -> Command {
     };
     let layers = Arg::new(LAYERS)
         .long(LAYERS)
-        .value_name("A..B")
+        .value_name("A..B|J/M|auto")
         .value_parser(parse_layers)
-        .help("Fit only layers A to B - 1, for one of many machines; `pack` joins the parts. J/M takes the J-th of M equal parts, from 0; auto and auto/M take J from a Slurm job array or a Kubernetes Indexed Job. If the part is already there, nothing is done");
+        .help("Fit only layers A to B - 1, as one task of many; `pack` joins the parts. J/M takes the J-th of M parts of about equal length, from 0. auto takes J and M from a Slurm job array; auto/M takes J from Slurm or from a Kubernetes Indexed Job. A finished part is kept, and nothing is done");
     let moments = "Moments file made from this dump, such as one made on another device (default: the dump's own moments)";
     let moments = file("moments", "FILE").help(moments);
     let position = Arg::new(WROPE_POSITION)
@@ -266,8 +266,8 @@ impl SectionCommand {
             }
         };
         match position {
-            Some(position) => moments.at(position).map(MomentsSource::File),
-            None => Ok(MomentsSource::File(moments)),
+            Some(position) => Ok(MomentsSource::File(Box::new(moments.at(position)?))),
+            None => Ok(MomentsSource::File(Box::new(moments))),
         }
     }
 }
@@ -277,7 +277,7 @@ enum MomentsSource {
     /// The fit reads none.
     Nothing,
     /// A file with those of all layers.
-    File(Moments),
+    File(Box<Moments>),
     /// The sums of every block, which the shards of a dump have beside the states; taken at this position.
     Blocks(Position),
 }

@@ -3,6 +3,7 @@
 
 use std::ops::Range;
 
+use crate::dump::MAX_SHARDS;
 use crate::error::{Error, Result};
 
 /// One of several equal tasks.
@@ -39,7 +40,7 @@ pub fn parse_share_of(text: &str) -> std::result::Result<Share, String> {
         (_, Some(0)) => Err(expected()),
         ("auto", count) => Ok(Share::Auto(count)),
         (index, Some(count)) => match index.parse() {
-            Ok(index) if index < count => Ok(Share::Of { index, count }),
+            Ok(index) if index < count && count <= MAX_SHARDS => Ok(Share::Of { index, count }),
             _ => Err(expected()),
         },
         _ => Err(expected()),
@@ -170,13 +171,22 @@ impl LayerShare {
             Self::Range(layers) if layers.end <= n_layers => Ok(layers.clone()),
             Self::Range(layers) => refused(format!("layers {}..{} were asked for", layers.start, layers.end)),
             Self::Share(share) => match share.resolve("--layers", variable)? {
-                (index, count) if count <= n_layers => {
-                    Ok(index * n_layers / count..(index + 1) * n_layers / count)
-                }
+                (index, count) if count <= n_layers => Ok(layer_ranges(n_layers, count).swap_remove(index)),
                 (_, count) => refused(format!("{count} tasks were asked for")),
             },
         }
     }
+}
+
+/// Divides layers into `count` ranges of about equal length, as `--layers J/M` does.
+pub fn layer_ranges(n_layers: usize, count: usize) -> Vec<Range<usize>> {
+    let first = |part: usize| part * n_layers / count;
+    (0..count).map(|part| first(part)..first(part + 1)).collect()
+}
+
+/// Returns the smallest number of ranges, of at most `count`, whose longest has no more layers than with `count` ranges.
+pub fn fewest_ranges(n_layers: usize, count: usize) -> usize {
+    n_layers.div_ceil(n_layers.div_ceil(count.clamp(1, n_layers)))
 }
 
 #[cfg(test)]
@@ -250,6 +260,21 @@ mod tests {
         assert_eq!(of("0/7"), Ok(None));
         for wrong in ["3..3", "4..2", "..2", "1..", "a..b", "0-3", "3"] {
             assert!(of(wrong).is_err(), "{wrong}");
+        }
+    }
+
+    #[test]
+    fn layers_take_no_more_tasks_than_they_need() {
+        for (n_layers, count, fewest) in [
+            (32, 20, 16),
+            (32, 32, 32),
+            (32, 99, 32),
+            (126, 100, 63),
+            (5, 1, 1),
+        ] {
+            assert_eq!(fewest_ranges(n_layers, count), fewest);
+            let longest = |count| layer_ranges(n_layers, count).iter().map(Range::len).max();
+            assert_eq!(longest(fewest), longest(count.min(n_layers)));
         }
     }
 }

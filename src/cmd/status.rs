@@ -19,7 +19,7 @@ use crate::progress::{duration, size};
 /// Arguments of `status`.
 #[derive(clap::Args, Debug)]
 pub struct Args {
-    /// Folder of a sharded calibration: the folders of its shards, and the files of its layers, anywhere below
+    /// Shared work folder of a sharded calibration; shards and section files are found in its subfolders
     #[arg(value_name = "DIR")]
     dir: PathBuf,
 }
@@ -191,6 +191,7 @@ impl Status {
             .map(|(name, phase)| (name.clone(), phase.json()));
         json!({
             "shards": self.shards.json(), "sections": sections.collect::<BTreeMap<_, _>>(), "problems": self.problems,
+            "device": "cpu",
         })
     }
 

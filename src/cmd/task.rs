@@ -8,7 +8,7 @@ use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
 use serde::{Deserialize, Serialize};
 
-use crate::disk::Output;
+use crate::disk::{self, Output};
 use crate::error::Result;
 use crate::progress;
 
@@ -121,8 +121,10 @@ impl Task {
             State::Failed
         };
         self.note.error = outcome.as_ref().err().map(ToString::to_string);
-        if began || outcome.is_err() {
-            write(&self.path, &mut self.note, self.start);
+        match began || outcome.is_err() {
+            true => write(&self.path, &mut self.note, self.start),
+            // A task that was killed after it had finished may have left its note half written.
+            false => disk::remove_abandoned(disk::folder_of(&self.path)),
         }
         outcome
     }

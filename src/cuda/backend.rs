@@ -262,7 +262,7 @@ impl Backend for CudaBackend<'_> {
         let mut pass = PromptPass::new(body, ids, room, context, &indexes)?;
         for number in 0..self.layers.len() {
             self.prompt_layer(number, &mut pass)?;
-            done(number);
+            done(ids.len());
         }
         let first = self.layers.first().map(|layer| layer.index.as_ref());
         self.model.end_prompt(&pass, first)

@@ -21,7 +21,7 @@ use crate::flags::Precision;
 use crate::float::Float;
 use crate::interrupt;
 use crate::model::Decoder;
-use crate::model::forward::{Attend, Cache, Context, Forward, Rows, check_prompt};
+use crate::model::forward::{Attend, Cache, Context, Done, Forward, Rows, check_prompt};
 
 /// The most rows for which a workspace is kept from step to step.
 const KEPT_ROWS: usize = 16;
@@ -141,7 +141,7 @@ impl Forward for CudaForward<'_> {
         self.decoder
     }
 
-    fn prompt(&self, ids: &[u32], first: usize, cache: &mut Cache) -> Result<Array1<f32>> {
+    fn prompt(&self, ids: &[u32], first: usize, cache: &mut Cache, done: &mut Done) -> Result<Array1<f32>> {
         check_prompt(ids)?;
         self.decoder.check_ids(ids)?;
         let (body, m) = (&self.body, ids.len());
@@ -172,6 +172,7 @@ impl Forward for CudaForward<'_> {
             let left = (m - skipped) * s.hidden;
             pass.finite
                 .look(&pass.hidden.part(skipped * s.hidden, left), left, index)?;
+            done(m);
         }
         let vocab = self.decoder.config.vocab_size;
         let logits = Buffer::<f32>::new(driver, "logits", vocab)?;

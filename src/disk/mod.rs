@@ -16,7 +16,7 @@ use std::path::Path;
 
 pub use attempt::{attempt, rename_folder};
 pub use folder::{Folder, FolderKind};
-pub use output::Output;
+pub use output::{Output, remove_abandoned};
 
 /// Writes `bytes` from byte `at` of a file on.
 ///
@@ -93,7 +93,7 @@ fn sync_folder(path: &Path) {
 }
 
 /// Returns the folder that a file lies in.
-fn folder_of(path: &Path) -> &Path {
+pub fn folder_of(path: &Path) -> &Path {
     match path.parent() {
         Some(parent) if !parent.as_os_str().is_empty() => parent,
         _ => Path::new("."),

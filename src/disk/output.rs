@@ -176,7 +176,7 @@ fn create_temp(folder: &Path) -> io::Result<NamedTempFile> {
 /// local file system.
 ///
 /// Best effort: a file that stays only costs space. On a system without a boot id, nothing is removed.
-fn remove_abandoned(folder: &Path) {
+pub fn remove_abandoned(folder: &Path) {
     let Some(system) = system() else {
         return;
     };

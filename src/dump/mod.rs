@@ -61,6 +61,9 @@ struct DumpManifest {
     shard: Option<Shard>,
 }
 
+/// The most shards of a text.
+pub const MAX_SHARDS: usize = 1 << 20;
+
 /// The part of a text that one task of several dumps.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Shard {

@@ -11,8 +11,8 @@ use serde_json::json;
 
 use super::moments::Moments;
 use super::{
-    BLOCK_SUMS, DumpManifest, DumpOptions, FORMAT, MANIFEST, MOMENTS, Shard, TOKENS, layer_file, layer_specs,
-    sum_specs,
+    BLOCK_SUMS, DumpManifest, DumpOptions, FORMAT, MANIFEST, MAX_SHARDS, MOMENTS, Shard, TOKENS, layer_file,
+    layer_specs, sum_specs,
 };
 use crate::corpus::{Corpus, CorpusManifest, Origin};
 use crate::error::{Error, Result};
@@ -260,6 +260,12 @@ pub(super) fn read_manifest(dir: &Path) -> Result<DumpManifest> {
     if u32::try_from(manifest.options.wrope_position).is_err() {
         return Err(invalid("`wrope_position` is invalid"));
     }
+    if let Some(Shard { index, count, blocks }) = &manifest.shard {
+        let is_valid = index < count && *count <= MAX_SHARDS && blocks.start < blocks.end;
+        if !is_valid {
+            return Err(invalid("`shard` is invalid"));
+        }
+    }
     Ok(manifest)
 }
 
@@ -352,17 +358,19 @@ fn check_shards(parts: &[Part]) -> Result<()> {
         ));
         return Err(error.hint("give each shard once"));
     }
-    let missing: Vec<usize> = (0..shard.count)
-        .filter(|index| !indices.contains(index))
-        .collect();
-    let Some(index) = missing.first() else {
+    let missing = || (0..shard.count).filter(|index| indices.binary_search(index).is_err());
+    let Some(index) = missing().next() else {
         return Ok(());
     };
-    let named: Vec<String> = missing.iter().take(8).map(ToString::to_string).collect();
-    let more = if missing.len() > named.len() { ", .." } else { "" };
+    let named: Vec<String> = missing().take(8).map(|index| index.to_string()).collect();
+    let more = if missing().count() > named.len() {
+        ", .."
+    } else {
+        ""
+    };
     let error = Error::failed(format!(
         "{} of {} shards of the dump are missing: {}{more}",
-        missing.len(),
+        missing().count(),
         shard.count,
         named.join(", ")
     ));

@@ -43,6 +43,7 @@ pub use quotas::{Bound, Quotas, choose};
 use quotas::{choose_in_runs, choose_listed};
 pub use section::{
     A2atsSection, CHOL, CODEBOOK, COUNT, FitInit, FitMetric, FitParams, MEAN, Positions, Rotation, SECTION,
+    weak_heads,
 };
 
 /// The declaration of `a2ats`.

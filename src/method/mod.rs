@@ -24,6 +24,7 @@ pub mod streaming;
 pub mod tail;
 pub mod topk;
 mod union;
+mod weak;
 pub mod wpq;
 
 use std::ops::Range;

@@ -5,7 +5,9 @@ use super::lfps::priors::LfpsSection;
 use super::selfindex::SignSection;
 use super::tail::TailSection;
 use super::wpq::WpqSection;
-use crate::artifact::Sections;
+use super::{a2ats, lfps, selfindex, tail, wpq};
+use crate::artifact::{HeadReport, SectionView, Sections};
+use crate::error::Result;
 
 /// All sections.
 pub const SECTIONS: Sections = &[
@@ -15,3 +17,19 @@ pub const SECTIONS: Sections = &[
     &WpqSection,
     &TailSection,
 ];
+
+/// Lists the heads that a section serves worst, for `inspect`; empty if no report has anything to say. It reads the
+/// quality reports alone.
+///
+/// # Errors
+/// A quality report or a hyper-parameter that is not valid.
+pub fn weak_heads(section: &SectionView, reports: &[HeadReport]) -> Result<String> {
+    match section.kind.name() {
+        a2ats::SECTION => a2ats::weak_heads(section, reports),
+        selfindex::SECTION => selfindex::weak_heads(reports, section.artifact.sizes.head_dim),
+        lfps::priors::SECTION => lfps::priors::weak_heads(reports),
+        wpq::SECTION => wpq::weak_heads(reports),
+        tail::SECTION => tail::weak_heads(reports),
+        _ => Ok(String::new()),
+    }
+}

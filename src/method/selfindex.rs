@@ -39,8 +39,8 @@ pub use fit::{centroids, pattern};
 use groups::sign;
 pub use groups::{GROUP, PATTERNS, PSEUDO_COUNT, SECTION};
 pub use params::{CentroidSource, SelfIndexParams};
-pub use section::SignSection;
 use section::{CENTROID, calibrated_center};
+pub use section::{SignSection, weak_heads};
 use sums::PatternSums;
 
 /// The declaration of `selfindex`.

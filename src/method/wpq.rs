@@ -30,7 +30,7 @@ use crate::error::{Error, Result};
 use crate::kv::lines::grow;
 use choose::{choose, refined, static_scores};
 pub use codebook::{HeadCodebook, HeadCodebooks};
-pub use section::{CHOL, CODEBOOK, MEAN, ROTATION, SECTION, WpqSection};
+pub use section::{CHOL, CODEBOOK, MEAN, ROTATION, SECTION, WpqSection, weak_heads};
 
 /// The declaration of `wpq`.
 pub static METHOD: Declaration = Declaration {

@@ -17,10 +17,9 @@ const TAKES: &str = "give --model the folder of a Hugging Face checkpoint (it co
 /// [`check`] then says what is wrong with it.
 pub fn find(given: PathBuf) -> PathBuf {
     if given.is_dir() {
-        let is_cached = !given.join("config.json").exists() && given.join("snapshots").is_dir();
-        return match is_cached.then(|| snapshot(&given, None)).flatten() {
-            Some(dir) => dir,
-            None => given,
+        return match &models(&given, false)[..] {
+            [(_, dir)] => dir.clone(),
+            _ => given,
         };
     }
     let found = given.to_str().and_then(HubId::parse).and_then(|id| {
@@ -28,6 +27,53 @@ pub fn find(given: PathBuf) -> PathBuf {
         snapshot(&folder, id.revision)
     });
     found.unwrap_or(given)
+}
+
+/// Lists the models that a folder without config.json contains, each with what `--model` takes for it and its folder: the
+/// folder of a model in the hub's cache has one, the cache itself, or the folder above it, has those that were
+/// downloaded, and `snapshots` has the versions of one. Of other folders, the checkpoints in them count if `any` is true.
+fn models(dir: &Path, any: bool) -> Vec<(String, PathBuf)> {
+    if dir.join("config.json").exists() {
+        return Vec::new();
+    }
+    if dir.join("snapshots").is_dir() {
+        let found = snapshot(dir, None).map(|found| (dir.display().to_string(), found));
+        return found.into_iter().collect();
+    }
+    let folders = |dir: &Path| -> Vec<PathBuf> {
+        let entries = std::fs::read_dir(dir).into_iter().flatten().flatten();
+        let mut folders: Vec<PathBuf> = entries
+            .map(|entry| entry.path())
+            .filter(|path| path.is_dir())
+            .collect();
+        folders.sort();
+        folders
+    };
+    let name = |path: &Path| {
+        path.file_name()
+            .map_or(String::new(), |name| name.to_string_lossy().into_owned())
+    };
+    let cache = if dir.join("hub").is_dir() {
+        dir.join("hub")
+    } else {
+        dir.to_owned()
+    };
+    let is_hub = hub_cache().is_some_and(|hub| hub == cache);
+    let mut out = Vec::new();
+    for folder in folders(&cache) {
+        if let Some(id) = name(&folder).strip_prefix("models--") {
+            // An id is looked up in the hub's cache, a path anywhere.
+            let named = if is_hub {
+                id.replace("--", "/")
+            } else {
+                folder.display().to_string()
+            };
+            out.extend(snapshot(&folder, None).map(|found| (named, found)));
+        } else if (any || name(dir) == "snapshots") && folder.join("config.json").exists() {
+            out.push((folder.display().to_string(), folder));
+        }
+    }
+    out
 }
 
 /// The id of a model on the hub.
@@ -113,8 +159,7 @@ pub fn check(dir: &Path) -> Result<()> {
             Some((what, hint)) => {
                 Err(Error::failed(format!("model folder {shown} contains {what}")).hint(hint))
             }
-            // Reading config.json fails later, with an error that names the file.
-            None => Ok(()),
+            None => Err(no_checkpoint(dir)),
         };
     }
     Ok(())
@@ -143,6 +188,30 @@ fn quantisation(dir: &Path, method: Option<&str>) -> Error {
     };
     Error::failed(format!("the weights in {} are quantised ({name})", dir.display()))
         .hint("give the f32, f16 or bf16 checkpoint from which it was made; an artifact of that checkpoint also serves the quantised model")
+}
+
+/// Most models that a hint names.
+const NAMED: usize = 5;
+
+/// Says that a folder is not a checkpoint, and which models it contains.
+fn no_checkpoint(dir: &Path) -> Error {
+    let error = Error::failed(format!(
+        "{} is not the folder of a checkpoint: it has no config.json",
+        dir.display()
+    ));
+    let models = models(dir, true);
+    if models.is_empty() {
+        return error.hint(TAKES);
+    }
+    let names: Vec<&str> = models.iter().take(NAMED).map(|(name, _)| &name[..]).collect();
+    let more = match models.len().saturating_sub(NAMED) {
+        0 => String::new(),
+        more => format!(" and {more} more"),
+    };
+    error.hint(format!(
+        "give --model a checkpoint in it: {}{more}",
+        names.join(", ")
+    ))
 }
 
 /// Says why there is no folder of this name.
@@ -178,13 +247,33 @@ const GGUF: Foreign = (
     "give the Hugging Face folder (config.json and .safetensors) from which the GGUF file was made",
 );
 const PICKLE: Foreign = (
-    "weights in PyTorch's .bin or .pth format",
+    "weights in PyTorch's .bin format",
     "convert pytorch_model.bin to safetensors first, with AutoModelForCausalLM.from_pretrained(..).save_pretrained(..)",
+);
+const ORIGINAL: Foreign = (
+    "weights in PyTorch's .pth format",
+    "give the model's Hugging Face version (config.json and .safetensors), or make it with the conversion script of transformers",
 );
 const ADAPTER: Foreign = (
     "a PEFT adapter without the weights of its model",
     "merge it first, with PeftModel.from_pretrained(..).merge_and_unload().save_pretrained(..)",
 );
+
+/// Fails if a file that should be an artifact has weights of another format.
+///
+/// # Errors
+/// A file in GGUF or of PyTorch.
+pub fn check_artifact(path: &Path) -> Result<()> {
+    let is_safetensors = path.extension().is_some_and(|e| e == "safetensors");
+    let found = other_format(path).filter(|_| path.is_file() && !is_safetensors);
+    match found {
+        Some((what, _)) => Err(
+            Error::failed(format!("{} is {what}, not an artifact", path.display()))
+                .hint("give an artifact made by `kvsmith calibrate`"),
+        ),
+        None => Ok(()),
+    }
+}
 
 /// Recognises a file that is given in place of a folder.
 fn other_format(path: &Path) -> Option<Foreign> {
@@ -192,11 +281,13 @@ fn other_format(path: &Path) -> Option<Foreign> {
     let is_read = File::open(path)
         .and_then(|mut file| file.read_exact(&mut start))
         .is_ok();
+    let is_gguf = is_read && &start == b"GGUF";
     let extension = path.extension().and_then(|e| e.to_str()).unwrap_or("");
     match (&start, extension) {
-        (b"GGUF", _) if is_read => Some(("a GGUF file", GGUF.1)),
+        _ if is_gguf => Some(("a GGUF file", GGUF.1)),
         (_, "gguf") => Some(("a GGUF file", GGUF.1)),
-        (b"PK\x03\x04", "pth" | "pt" | "bin") | (_, "pth" | "pt") => Some(("a PyTorch file", PICKLE.1)),
+        (b"PK\x03\x04", "bin") => Some(("a PyTorch file", PICKLE.1)),
+        (_, "pth" | "pt") => Some(("a PyTorch file", ORIGINAL.1)),
         (_, "safetensors") => Some((
             "a single file of a checkpoint",
             "give the folder that contains this file and config.json",
@@ -213,17 +304,16 @@ pub fn foreign(dir: &Path) -> Option<Foreign> {
         .filter_map(|entry| entry.file_name().into_string().ok())
         .collect();
     let any = |is: &dyn Fn(&str) -> bool| names.iter().any(|name| is(name));
-    let is_pickle = |name: &str| {
-        name.ends_with(".pth")
-            || name.ends_with(".pt")
-            || name.starts_with("pytorch_model") && name.ends_with(".bin")
-    };
+    let is_original = |name: &str| name.ends_with(".pth") || name.ends_with(".pt");
+    let is_pickle = |name: &str| name.starts_with("pytorch_model") && name.ends_with(".bin");
     if any(&|name| name == "adapter_config.json") {
         Some(ADAPTER)
     } else if any(&|name| name.ends_with(".gguf")) {
         Some(GGUF)
     } else if any(&is_pickle) {
         Some(PICKLE)
+    } else if any(&is_original) {
+        Some(ORIGINAL)
     } else {
         None
     }

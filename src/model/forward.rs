@@ -4,6 +4,8 @@
 //! after the other over calibration text. The CPU implementations are here, those of NVIDIA GPUs in
 //! [`crate::cuda`].
 
+use std::ops::Range;
+
 use ndarray::{Array1, Array2, Array3, ArrayView1, ArrayView2, ArrayViewMut2, ArrayViewMut3, Axis, s};
 use rayon::prelude::*;
 
@@ -75,6 +77,8 @@ fn with_cached(
 
 /// Stores the prompt's rows of a layer, given its index, in the KV cache and returns what the prompt attends.
 pub type Cache<'f> = dyn FnMut(usize, Rows) -> Context + 'f;
+/// Is told how many more tokens a layer has finished.
+pub type Done<'f> = dyn FnMut(usize) + 'f;
 /// Fills a layer's attention output, `[trajectories,h,d]`, from its index and its rows.
 pub type Attend<'f> = dyn FnMut(usize, &Rows, ArrayViewMut3<f32>) -> Result<()> + 'f;
 
@@ -84,11 +88,12 @@ pub trait Forward: Send + Sync {
     fn decoder(&self) -> &Decoder;
 
     /// Runs a prompt whose first token is at position `first`, and returns the logits after its last
-    /// token, `[vocab]`. `cache` is called once per layer.
+    /// token, `[vocab]`. `cache` is called once per layer; `done` is called with numbers of tokens, which add up to the
+    /// prompt's tokens in every layer.
     ///
     /// # Errors
     /// An empty prompt, an id outside the vocabulary, activations that are not finite.
-    fn prompt(&self, ids: &[u32], first: usize, cache: &mut Cache) -> Result<Array1<f32>>;
+    fn prompt(&self, ids: &[u32], first: usize, cache: &mut Cache, done: &mut Done) -> Result<Array1<f32>>;
 
     /// Runs one token per trajectory, all at position `t`, and returns the logits after each, `[vocab]`.
     /// `attend` is called once per layer.
@@ -139,7 +144,7 @@ impl Forward for CpuForward<'_> {
         self.decoder
     }
 
-    fn prompt(&self, ids: &[u32], first: usize, cache: &mut Cache) -> Result<Array1<f32>> {
+    fn prompt(&self, ids: &[u32], first: usize, cache: &mut Cache, done: &mut Done) -> Result<Array1<f32>> {
         check_prompt(ids)?;
         let m = ids.len();
         let mut hidden = self.decoder.embed(ids)?;
@@ -160,19 +165,23 @@ impl Forward for CpuForward<'_> {
             let context = cache(index, rows);
             // Only the last position of the last layer's output is read.
             let skipped = if index + 1 == self.layers.len() { m - 1 } else { 0 };
-            let mut attended = Array2::zeros((m - skipped, context.q_rope.len() / m));
-            attention::causal(
-                context.q_rope.slice(s![.., skipped.., ..]),
-                context.keys.view(),
-                context.values.view(),
-                first + skipped,
-                layer.window,
-                attended.view_mut(),
-            );
-            drop(context);
-            let mut rows = hidden.slice_mut(s![skipped.., ..]);
-            layer.finish(rows.view_mut(), attended.view());
-            self.decoder.check_finite(layer, rows.view())?;
+            done(skipped);
+            for part in parts(skipped..m) {
+                interrupt::check()?;
+                let mut attended = Array2::zeros((part.len(), context.q_rope.len() / m));
+                attention::causal(
+                    context.q_rope.slice(s![.., part.clone(), ..]),
+                    context.keys.view(),
+                    context.values.view(),
+                    first + part.start,
+                    layer.window,
+                    attended.view_mut(),
+                );
+                let mut rows = hidden.slice_mut(s![part.clone(), ..]);
+                layer.finish(rows.view_mut(), attended.view());
+                self.decoder.check_finite(layer, rows.view())?;
+                done(part.len());
+            }
         }
         self.decoder.logits(hidden.row(m - 1))
     }
@@ -199,6 +208,17 @@ impl Forward for CpuForward<'_> {
         let rows = hidden.rows().into_iter();
         rows.map(|row| self.decoder.logits(row)).collect()
     }
+}
+
+/// Most rows of a prompt that go through the second half of a layer together, so that progress shows within a layer.
+const PART: usize = 2048;
+
+/// Cuts rows into parts of at most [`PART`] rows and of about the same length: the bits of a row are the same in every
+/// part that is not very short.
+fn parts(rows: Range<usize>) -> impl Iterator<Item = Range<usize>> {
+    let count = rows.len().div_ceil(PART).max(1);
+    let edge = move |i: usize| rows.start + rows.len() * i / count;
+    (0..count).map(move |i| edge(i)..edge(i + 1))
 }
 
 /// Fails for a prompt without tokens.

@@ -23,6 +23,9 @@ pub struct ModelManifest {
     pub rope: RopeConfig,
     /// Sliding window of every layer; `None` = all positions are visible.
     pub windows: Vec<Option<usize>>,
+    /// The model's context; `None` in files of earlier versions.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub max_position_embeddings: Option<usize>,
     /// The other fields; only the fingerprint depends on them.
     #[serde(flatten)]
     rest: Map<String, Value>,
@@ -33,6 +36,7 @@ impl ModelManifest {
     pub fn new(config: &ModelConfig, fingerprint: &str) -> Result<Self> {
         let mut fields = config.canonical();
         fields["fingerprint"] = fingerprint.into();
+        fields["max_position_embeddings"] = config.max_position_embeddings.into();
         serde_json::from_value(fields).map_err(|e| Error::failed(format!("internal: model manifest: {e}")))
     }
 

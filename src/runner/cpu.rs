@@ -77,11 +77,9 @@ impl Backend for CpuBackend<'_> {
     fn prompt(&mut self, ids: &[u32], first: usize, done: &mut dyn FnMut(usize)) -> Result<Array1<f32>> {
         let windows = &self.forward.decoder().config.windows;
         let heads = &mut self.heads;
-        self.forward.prompt(ids, first, &mut |layer, rows| {
-            let context = prefill_heads(heads[layer].iter_mut().collect(), rows, windows[layer]);
-            done(layer);
-            context
-        })
+        let cache =
+            &mut |layer: usize, rows| prefill_heads(heads[layer].iter_mut().collect(), rows, windows[layer]);
+        self.forward.prompt(ids, first, cache, done)
     }
 
     fn step(&mut self, id: u32, at: StepAt, mut trace: Option<&mut Trace<'_>>) -> Result<()> {

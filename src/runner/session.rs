@@ -21,7 +21,8 @@ pub struct StepAt {
 /// A model with its caches on some device.
 pub trait Backend {
     /// Runs a prompt with exact attention. Its first token is at position `first`; earlier positions are in the
-    /// caches. Returns the logits after its last token: `[vocab]`; `done` is called with the number of each layer.
+    /// caches. Returns the logits after its last token: `[vocab]`; `done` is called with numbers of tokens, which add up
+    /// to the prompt's tokens in every layer.
     ///
     /// # Errors
     /// An empty prompt, an id outside the vocabulary, activations that are not finite, an interrupt.
@@ -81,7 +82,8 @@ impl<'a> Session<'a> {
         self.prefill_watched(ids, &mut |_| {})
     }
 
-    /// Does what [`Session::prefill`] does; `done` is called with the number of each layer.
+    /// Does what [`Session::prefill`] does; `done` is called with numbers of tokens, which add up to the prompt's tokens
+    /// in every layer.
     ///
     /// # Errors
     /// As [`Backend::prompt`].

@@ -269,7 +269,7 @@ pub fn dump(driver: &Path) {
              --wrope-position 64 --queries --values --dtype f32 {more} -o {at}/{name}"
         );
         kvsmith(driver, &arguments).ok();
-        Dump::open(&dir.path().join(name)).unwrap()
+        Dump::open(&[dir.path().join(name)]).unwrap()
     };
     let cpu = dump("cpu", "--device cpu");
     assert_eq!(dump_device(&dir.path().join("cpu")), "cpu");
@@ -330,7 +330,7 @@ pub fn cublas(driver: &Path) {
             }
             let text = Outcome::of(command.output().unwrap()).ok().stderr;
             assert_eq!(text.contains("stand-in cuBLAS"), with, "{text}");
-            Dump::open(&dir.path().join(format!("{model}-{name}"))).unwrap()
+            Dump::open(&[dir.path().join(format!("{model}-{name}"))]).unwrap()
         };
         let (own, library) = (dump("own", false), dump("library", true));
         for layer in 0..kept {

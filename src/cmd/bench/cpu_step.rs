@@ -150,6 +150,12 @@ impl<'a> CpuSteps<'a> {
         Ok(start.elapsed().as_secs_f64())
     }
 
+    /// Returns the bytes of the index of one copy of the layer.
+    pub fn index_bytes(&self) -> usize {
+        let heads = self.copies[0].iter();
+        heads.map(|head| head.retriever.state_bytes()).sum()
+    }
+
     /// Returns the bytes that the last step read over those of all keys and values. Unless the chosen positions were
     /// attended, only the rows that were read to choose count.
     pub fn bytes_fraction(&self) -> Option<f64> {

@@ -152,14 +152,16 @@ fn report(
     if let Some(adapter) = device.adapter() {
         merge(&mut more, &json!({ "adapter": adapter }));
     }
-    let says = format!(
-        "median {:.3} s over {} runs (min {:.3}, max {:.3}), seeding {seed:.3} s, {pass:.4} s per pass, \
-         {gflops:.0} GFLOP/s nominal, inertia {inertia:.6e}",
-        times.median,
-        fits.len(),
-        times.min,
-        times.max,
-    );
+    let Times { median, min, max, .. } = times;
+    let says = [
+        format!(
+            "median {median:.3} s over {} runs (min {min:.3}, max {max:.3})",
+            fits.len()
+        ),
+        format!("seeding {seed:.3} s, {pass:.4} s per pass"),
+        format!("{gflops:.0} GFLOP/s nominal"),
+        format!("inertia {inertia:.6e}"),
+    ];
     let shape = format!(
         "{heads} x {n} x {d}, {size} centroids, {} passes",
         last.passes.len()

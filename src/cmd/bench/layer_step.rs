@@ -8,7 +8,7 @@ use serde_json::json;
 
 use super::kmeans::parse_size;
 use super::report::{Results, Times, against_read_loop, check_memory, free_bytes, measure};
-use super::timed::{check, methods_help, ranking_help};
+use super::timed::{check, methods_help, ranking_help, warn_of_unused};
 use super::{cpu_step, cuda_step};
 use crate::cmd::args::Global;
 use crate::cmd::merge;
@@ -44,8 +44,9 @@ pub struct LayerArgs {
         long,
         value_name = "M,..",
         value_delimiter = ',',
-        default_value = "full,a2ats,selfindex",
+        default_value = "full,a2ats,selfindex,wpq",
         value_parser = Trimmed(EnumValueParser::<MethodName>::new()),
+        hide_possible_values = true,
         help = methods_help()
     )]
     methods: Vec<MethodName>,
@@ -293,6 +294,7 @@ fn open_cuda(args: &LayerArgs, device: DeviceFlag) -> Result<Option<Cuda>> {
 /// Times every combination; `attends` tells `bench attend` from `bench retrieve`.
 pub fn run(args: &LayerArgs, attends: bool, global: &Global) -> Result<()> {
     check(&args.methods, args.ranking, global.device)?;
+    warn_of_unused(&args.methods, args.caches.kv == KvType::TwoBit, global);
     let cuda = open_cuda(args, global.device)?;
     let driver = cuda.as_ref().map(Cuda::driver);
     let settings = settings(args, attends, global.seed);
@@ -350,13 +352,16 @@ pub fn run(args: &LayerArgs, attends: bool, global: &Global) -> Result<()> {
         merge(&mut more, &rates);
         more["bytes"] = json!(bytes);
         let [median, min, max] = [times.median, times.min, times.max].map(|seconds| 1e6 * seconds);
-        let mut says = format!("median {median:.1} us (min {min:.1}, max {max:.1}), {said}");
+        let mut says = vec![
+            format!("median {median:.1} us (min {min:.1}, max {max:.1})"),
+            said,
+        ];
         if !setting.bench.retrieves() {
             full.insert(setting.shape(), times.median);
         } else if let Some(full) = full.get(&setting.shape()) {
             let speedup = full / times.median;
             more["speedup_over_full"] = json!(speedup);
-            says += &format!("; {speedup:.1} times as fast as full attention");
+            says.push(format!("{speedup:.1} times as fast as full attention"));
         }
         results.add([&setting.name(), &setting.shape(), device], &times, &more, &says)
     });

@@ -8,7 +8,7 @@ use serde_json::json;
 use super::cuda_step;
 use super::layer_step::{Caches, SINKS, WINDOW, float, parse_context};
 use super::report::{Results, Times, against_read_loop, measure};
-use super::timed::{listed, methods, without};
+use super::timed::{listed, methods, warn_of_unused, without};
 use crate::cmd::args::Global;
 use crate::cmd::merge;
 use crate::compute::cuda::Cuda;
@@ -54,6 +54,7 @@ pub struct ModelArgs {
         value_delimiter = ',',
         default_value = "full,a2ats",
         value_parser = Trimmed(EnumValueParser::<MethodName>::new()),
+        hide_possible_values = true,
         help = methods_help()
     )]
     methods: Vec<MethodName>,
@@ -85,6 +86,7 @@ pub fn run(args: &ModelArgs, global: &Global) -> Result<()> {
         );
     }
     float(args.caches.kv)?;
+    warn_of_unused(&args.methods, false, global);
     // The top bit stays clear, since small numbers are added to the seed.
     let settings = settings(args, global.seed as u32 & (u32::MAX >> 1))?;
     for setting in &settings {
@@ -214,9 +216,11 @@ impl ModelSetting<'_> {
         let (rates, said) = against_read_loop(moved, times.median, bandwidth);
         merge(&mut more, &rates);
         let [median, min, max] = [times.median, times.min, times.max].map(|seconds| 1e3 * seconds);
-        let says = format!(
-            "median {median:.3} ms per step (min {min:.3}, max {max:.3}), {rate:.1} tokens/s, {said}"
-        );
+        let says = [
+            format!("median {median:.3} ms per step (min {min:.3}, max {max:.3})"),
+            format!("{rate:.1} tokens/s"),
+            said,
+        ];
         let name = format!("decode {}", self.method.as_str());
         results.add([&name, &self.shape(), "cuda"], &times, &more, &says)
     }

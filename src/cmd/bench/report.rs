@@ -10,7 +10,7 @@ use crate::cmd::args::Global;
 use crate::cmd::{merge, print, print_json};
 use crate::error::{Error, Result};
 use crate::interrupt;
-use crate::progress::size;
+use crate::progress::{COLUMNS, size, wrapped};
 
 /// The seconds of several runs.
 pub struct Times {
@@ -66,13 +66,14 @@ impl<'a> Results<'a> {
         }
     }
 
-    /// Adds a result; `more` has the members that only this benchmark gives, and `says` gives the numbers in words.
+    /// Adds a result; `more` has the members that only this benchmark gives, and `says` gives the numbers in words, one
+    /// fact per line.
     pub fn add(
         &mut self,
         [name, shape, device]: [&str; 3],
         times: &Times,
         more: &Value,
-        says: &str,
+        says: &[String],
     ) -> Result<()> {
         let mut row = json!({
             "name": name,
@@ -88,7 +89,10 @@ impl<'a> Results<'a> {
         self.rows.push(row);
         match self.global.json {
             true => Ok(()),
-            false => print(&format!("{name} ({shape}): {says}\n")),
+            false => {
+                let says = says.join("\n  ");
+                print(&wrapped(&format!("{name} ({shape})\n  {says}\n"), COLUMNS))
+            }
         }
     }
 

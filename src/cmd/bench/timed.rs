@@ -1,5 +1,8 @@
 //! Which methods can be timed, and how, as the methods themselves say.
 
+use crate::cmd::args::Global;
+pub(super) use crate::cmd::reading::listed;
+use crate::cmd::reading::warn_of_methods;
 use crate::error::{Error, Result};
 use crate::flags::DeviceFlag;
 use crate::method::Ranking;
@@ -18,11 +21,13 @@ pub fn without(methods: &[MethodName], holds: impl Fn(&'static dyn Bench) -> boo
     other.map(|m| m.as_str())
 }
 
-/// Joins names as in "a, b and c".
-pub fn listed(names: &[&str]) -> String {
-    match names.split_last() {
-        Some((last, others)) if !others.is_empty() => format!("{} and {last}", others.join(", ")),
-        _ => names.concat(),
+/// Warns of flags that apply to methods that are not timed.
+pub fn warn_of_unused(asked: &[MethodName], packed: bool, global: &Global) {
+    warn_of_methods(asked, packed, global);
+    let is_asked = |name: &str| asked.iter().any(|method| method.as_str() == name);
+    if global.given.iter().any(|flag| flag == "size") && !is_asked("a2ats") {
+        let warning = "--size has no effect here: it applies to method a2ats only";
+        global.log().warn(warning);
     }
 }
 

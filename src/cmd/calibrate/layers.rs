@@ -2,7 +2,7 @@
 
 use ndarray::{Array3, Axis, s};
 
-use super::plan::MemoryPlan;
+use super::plan::{JudgedRows, MemoryPlan};
 use super::stages::{CAPTURE, Stages};
 use crate::artifact::{Fit, LayerParts, LayerStates, MomentsRead, Section};
 use crate::capture::Capture;
@@ -196,14 +196,14 @@ impl CalibrationRun<'_> {
     }
 
     /// Notes how much memory the run needs, and the size of the artifact.
-    pub fn plan(&self, sections: &[Section], verdict_rows: usize) -> Result<()> {
+    pub fn plan(&self, sections: &[Section], judged: JudgedRows) -> Result<()> {
         let plan = MemoryPlan::new(
             &self.decoder.config,
             self.corpus,
             self.device,
             &self.fits,
             sections,
-            verdict_rows,
+            judged,
         );
         let pages = self.decoder.layer(0)?.bytes();
         self.log.note(&plan.note(pages));

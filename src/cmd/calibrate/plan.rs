@@ -1,5 +1,7 @@
 //! How much memory a calibration needs.
 
+use std::ops::Range;
+
 use crate::artifact::{Fit, FitText, Section};
 use crate::compute::device::Device;
 use crate::corpus::Corpus;
@@ -41,16 +43,32 @@ pub struct MemoryPlan {
     pub verdict: usize,
 }
 
+/// The rows that a verdict decodes one by one.
+#[derive(Clone, Copy, Debug)]
+pub struct JudgedRows {
+    /// Combinations of method and budget; 0 without a verdict.
+    pub variants: usize,
+    /// The most steps of a block.
+    pub steps: usize,
+}
+
+impl JudgedRows {
+    /// Counts the rows of a block of which these positions are held out, over all variants.
+    fn of(self, held_out: Range<usize>) -> usize {
+        let steps = self.steps.min(held_out.len()).min(held_out.end.saturating_sub(1));
+        self.variants * steps
+    }
+}
+
 impl MemoryPlan {
-    /// Plans the calibration of a model with these fits and sections. The verdict feeds `verdict_rows` tokens one by
-    /// one per held-out block, counted over all variants.
+    /// Plans the calibration of a model with these fits and sections.
     pub fn new(
         c: &ModelConfig,
         corpus: &Corpus,
         device: &dyn Device,
         fits: &[Box<dyn Fit>],
         sections: &[Section],
-        verdict_rows: usize,
+        judged: JudgedRows,
     ) -> Self {
         let text = FitText {
             n: corpus.n_tokens(),
@@ -76,17 +94,21 @@ impl MemoryPlan {
         // Memory for the states of later blocks is reserved but not in use yet.
         let block =
             |i: usize| states(corpus.block(i).end) + block_bytes(c, corpus.block(i).len(), c.n_layers > 1);
-        let verdict = match verdict_rows {
+        let held_out = || corpus.held_out.iter();
+        let verdict = match judged.variants {
             0 => 0,
-            rows => {
-                let ends = || corpus.held_out.iter().map(|&(_, _, end)| end);
-                let hidden = ends().map(|end| end + rows).sum::<usize>() * c.hidden_size * float;
-                let own = rows * 2 * (query + key);
+            _ => {
+                let rows = held_out().map(|&(_, first, end)| end + judged.of(first..end));
+                let hidden = rows.sum::<usize>() * c.hidden_size * float;
                 // On every thread, a head: its queries three times, its keys four times, its values, and what its
                 // caches and indices take.
                 let heads = text.threads.min(c.n_kv_heads) * (3 * c.group() + 8);
-                let block = |end| block_bytes(c, end, true) + heads * end * c.head_dim * float;
-                hidden + own + ends().map(block).max().unwrap_or(0)
+                // One block passes a layer at a time.
+                let block = |&(_, first, end): &(usize, usize, usize)| {
+                    let own = judged.of(first..end) * 2 * (query + key);
+                    own + block_bytes(c, end, true) + heads * end * c.head_dim * float
+                };
+                hidden + held_out().map(block).max().unwrap_or(0)
             }
         };
         Self {
@@ -106,10 +128,10 @@ impl MemoryPlan {
         self.program + fitted.max(self.verdict)
     }
 
-    /// Describes the plan in a line.
+    /// Describes the plan, one fact per line.
     pub fn note(&self, layer_pages: usize) -> String {
         format!(
-            "plan: about {} of memory, plus {} of mapped pages for one layer's weights (which the system can reclaim); artifact {}",
+            "plan: about {} of memory\n      {} of mapped weights, which the system can reclaim\n      {} for the artifact",
             size(self.total()),
             size(layer_pages),
             size(self.results)

@@ -105,6 +105,28 @@ pub fn table(verdict: &Verdict, artifact: &Artifact) -> Result<String> {
     Ok(out)
 }
 
+/// Shows what every method lost at one KV head.
+pub fn of_head(verdict: &Verdict, layer: usize, head: usize) -> String {
+    let mut out = format!("\nmethods at layer {layer}, KV head {head}\n");
+    out += "method          budget   read  recall    mass  output error\n";
+    for row in &verdict.rows {
+        let Some(of) = &row.measured else {
+            continue;
+        };
+        let name = format!("{}{}", row.method, if row.oracle { " (bound)" } else { "" });
+        let at = |values: &[Vec<f64>]| 100.0 * values[layer][head];
+        out += &format!(
+            "{name:<15} {:.4} {:>5.1}% {:>6.1}% {:>6.1}% {:>12.1}%\n",
+            of.budget,
+            100.0 * row.bytes_read_fraction,
+            at(&of.heads.recall),
+            at(&of.heads.mass),
+            at(&of.heads.output_error),
+        );
+    }
+    out
+}
+
 /// Lists the heads that lose most with the recommended method, and those for which nothing is to be gained.
 fn heads(verdict: &Verdict, artifact: &Artifact) -> Result<String> {
     let mut out = String::new();

@@ -77,6 +77,8 @@ struct Timed {
     name: &'static str,
     /// Seconds of a step at each of the timed contexts.
     times: [f64; 2],
+    /// Bytes of its index per token, at the longer of these contexts.
+    index: usize,
     /// The context from which its steps are faster than those of full attention.
     pays: Option<f64>,
 }
@@ -130,6 +132,7 @@ impl Serving {
         let method = |of: &Timed| {
             json!({
                 "method": of.name,
+                "index_bytes_per_token": of.index,
                 "step_seconds": of.times,
                 "pays_from": of.pays.map(|context| context.ceil() as usize),
             })
@@ -152,11 +155,14 @@ impl Serving {
             HumanCount(self.context as u64)
         );
         for of in &self.caches {
+            let fits = match of.fits >= self.context {
+                true => "the whole context fits".to_owned(),
+                false => format!("{} tokens fit", HumanCount(of.fits as u64)),
+            };
             out += &format!(
-                "  cache    {:<5} {} per token; {} tokens fit beside the weights\n",
+                "  cache    {:<5} {} per token; {fits} beside the weights\n",
                 of.kv.as_str(),
                 size(of.token),
-                HumanCount(of.fits as u64)
             );
             if of.windows > 0 {
                 out += &format!(
@@ -173,18 +179,26 @@ impl Serving {
             1e3 * weights
         );
         out += &format!(
-            "           {:<10} {:>9} {:>9}  whole step {PAYS} times as fast as full\n",
-            "", "at 4K", "at 16K"
+            "           {:<10} {:>9} {:>9} {:>12}  {PAYS} times as fast as full\n",
+            "", "at 4K", "at 16K", "index"
         );
         for of in &self.methods {
             let [short, long] = of.times.map(|seconds| format!("{:.1} ms", 1e3 * seconds));
             let pays = match of.pays {
                 _ if of.name == "full" => String::new(),
                 Some(context) if context <= 1.0 => "at any context".to_owned(),
-                Some(context) => format!("from about {} tokens on", HumanCount(rounded(context))),
-                None => "not at long contexts".to_owned(),
+                Some(context) => format!("from {} tokens on", HumanCount(rounded(context))),
+                None => "never".to_owned(),
             };
-            out += format!("           {:<10} {short:>9} {long:>9}  {pays}", of.name).trim_end();
+            let index = match of.index {
+                0 => "none".to_owned(),
+                bytes => format!("{}/token", size(bytes).replace(" bytes", " B")),
+            };
+            let line = format!(
+                "           {:<10} {short:>9} {long:>9} {index:>12}  {pays}",
+                of.name
+            );
+            out += line.trim_end();
             out += "\n";
         }
         out + "           (fastest of a few steps; other load on the machine changes them)\n"
@@ -211,7 +225,7 @@ fn timed(
         let Some((method, bench)) = method.and_then(|method| Some((method, method.bench()?))) else {
             continue;
         };
-        let mut times = [0.0; 2];
+        let (mut times, mut index) = ([0.0; 2], 0);
         for (time, context) in times.iter_mut().zip(CONTEXTS) {
             interrupt::check()?;
             let layer = TimedLayer {
@@ -231,15 +245,18 @@ fn timed(
                 fastest = steps.run()?.min(fastest);
             }
             *time = layers as f64 * fastest;
+            index = layers * steps.index_bytes() / context;
         }
-        lines.push((name, times, Line::through(CONTEXTS.map(|n| n as f64), times)));
+        let line = Line::through(CONTEXTS.map(|n| n as f64), times);
+        lines.push((name, times, index, line));
     }
     let full = lines
         .first()
-        .map_or(Line::through([0.0, 1.0], [0.0; 2]), |of| of.2);
-    let timed = |(name, times, line)| Timed {
+        .map_or(Line::through([0.0, 1.0], [0.0; 2]), |of| of.3);
+    let timed = |(name, times, index, line)| Timed {
         name,
         times,
+        index,
         pays: pays(line, full, weights_s),
     };
     Ok(lines.into_iter().map(timed).collect())

@@ -2,7 +2,6 @@
 //! text and the second fits ranges of layers, and the join.
 
 mod cost;
-mod cut;
 mod flags;
 
 use std::ops::Range;
@@ -15,7 +14,8 @@ use self::cost::Phase;
 pub use self::flags::ShardFlags;
 use self::flags::Wanted;
 use crate::cmd::bench::free_bytes;
-use crate::error::{Error, Result};
+use crate::cmd::share::{fewest_ranges, layer_ranges};
+use crate::error::Result;
 use crate::float::Float;
 use crate::progress::{duration, size};
 
@@ -84,7 +84,7 @@ impl Cluster {
 }
 
 /// The names of the phases.
-const PHASES: [&str; 3] = ["token shards", "layer shards", "join"];
+const PHASES: [&str; 3] = ["token shards", "layer parts", "join"];
 
 /// A calibration in shards.
 pub struct ShardPlan {
@@ -102,7 +102,7 @@ pub struct ShardPlan {
     block: [usize; 2],
     /// Bytes of the sums of all blocks.
     sums: usize,
-    /// The commands of the layer shards.
+    /// The commands of the layer parts.
     commands: Vec<&'static str>,
 }
 
@@ -112,28 +112,25 @@ impl ShardPlan {
     /// # Errors
     /// More shards than the text has blocks.
     pub fn of(flags: &ShardFlags, job: &Job) -> Result<Option<Self>> {
-        let blocks = job.corpus.n_blocks();
         let plan = |count: usize| Self::with(flags, job, count);
         match flags.shards {
             None => Ok(None),
-            Some(Wanted::Count(count)) if count > blocks => Err(Error::usage(format!(
-                "--shards {count} is out of range: the text has {blocks} blocks"
-            ))
-            .hint(format!(
-                "use at most {blocks} shards, or a smaller --seq-len, which makes more blocks"
-            ))),
-            Some(Wanted::Count(count)) => Ok(Some(plan(count))),
-            Some(Wanted::Auto) => Ok(proposed((1..=blocks.min(MOST)).map(plan).collect())),
+            Some(Wanted::Count(count)) => plan(count).map(Some),
+            Some(Wanted::Auto) => {
+                let most = job.corpus.n_blocks().min(MOST);
+                let plans: Result<Vec<Self>> = (1..=most).map(plan).collect();
+                Ok(proposed(plans?))
+            }
         }
     }
 
-    /// Plans `count` token shards, and as many layer shards if the model has as many layers.
-    fn with(flags: &ShardFlags, job: &Job, count: usize) -> Self {
+    /// Plans `count` token shards, and as many layer parts if the model has as many layers.
+    fn with(flags: &ShardFlags, job: &Job, count: usize) -> Result<Self> {
         let n_layers = job.config.n_layers;
-        let tokens = job.cut(count);
+        let tokens = job.corpus.shards(count)?;
         let longest = job.longest(&tokens);
-        let layers = cut::layers(n_layers, cut::fewest_ranges(n_layers, count));
-        Self {
+        let layers = layer_ranges(n_layers, fewest_ranges(n_layers, count));
+        Ok(Self {
             cluster: Cluster::new(flags),
             is_auto: flags.shards == Some(Wanted::Auto),
             phases: [job.tokens(&tokens), job.layers(&layers, longest), job.join()],
@@ -144,7 +141,7 @@ impl ShardPlan {
             block: [job.sum_bytes(), job.config.n_layers * job.block_sums(1)],
             sums: job.config.n_layers * job.block_sums(job.corpus.n_blocks()),
             commands: job.fits.iter().map(|fit| fit.kind().facts().command).collect(),
-        }
+        })
     }
 
     /// Returns the seconds of all phases, one after another.
@@ -201,7 +198,7 @@ impl ShardPlan {
         );
         out += &format!(
             "  layers   {}, each of at most {}: {}\n           ({} with --layers auto/{layers})\n",
-            super::counted(layers, "shard"),
+            super::counted(layers, "part"),
             super::counted(most(&self.layers), "layer"),
             listed(&self.layers),
             self.commands.join(", "),

@@ -18,8 +18,22 @@ use crate::kv::static_set::{SINKS, WINDOW};
 use crate::method::registry::constant_bytes;
 use crate::method::tail;
 
-/// Contexts for which memory is shown.
-const CONTEXTS: [usize; 6] = [4096, 8192, 16_384, 32_768, 65_536, 131_072];
+/// The longest context for which memory is shown.
+const LONGEST: usize = 131_072;
+/// The shortest context for which memory is shown, unless the model's is shorter.
+const SHORTEST: usize = 256;
+/// For how many contexts memory is shown at most.
+const CONTEXTS: usize = 6;
+
+/// Lists the contexts for which memory is shown: that of the model, if it is known and not above [`LONGEST`], and the
+/// next smaller powers of two.
+fn contexts(of_model: Option<usize>) -> Vec<usize> {
+    let most = of_model.unwrap_or(LONGEST).clamp(1, LONGEST);
+    let powers = (0..usize::BITS).map(|i| 1 << i);
+    let smaller: Vec<usize> = powers.filter(|n| (SHORTEST..most).contains(n)).collect();
+    let skipped = smaller.len().saturating_sub(CONTEXTS - 1);
+    smaller.into_iter().skip(skipped).chain([most]).collect()
+}
 const CACHES: [KvType; 4] = [KvType::F32, KvType::F16, KvType::Bf16, KvType::TwoBit];
 
 /// Members of a row of `inspect --json` that the page shows, beside its place.
@@ -121,9 +135,10 @@ impl Sources<'_> {
                 constant.insert(row.method.clone(), own + tail);
             }
         }
+        let contexts = contexts(model.max_position_embeddings);
         Ok(json!({
-            "contexts": CONTEXTS,
-            "visible": CONTEXTS.map(visible),
+            "visible": contexts.iter().map(|n| visible(*n)).collect::<Vec<_>>(),
+            "contexts": contexts,
             "position_bytes": caches,
             "constant_bytes": constant,
         }))
@@ -219,6 +234,17 @@ fn quoted(text: &str) -> String {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn contexts_do_not_exceed_the_models() {
+        let usual = [4096, 8192, 16_384, 32_768, 65_536, 131_072];
+        for unlimited in [None, Some(131_072), Some(1 << 20)] {
+            assert_eq!(contexts(unlimited), usual);
+        }
+        assert_eq!(contexts(Some(40_960)), [2048, 4096, 8192, 16_384, 32_768, 40_960]);
+        assert_eq!(contexts(Some(2048)), [256, 512, 1024, 2048]);
+        assert_eq!(contexts(Some(100)), [100]);
+    }
 
     #[test]
     fn arguments_are_quoted_where_a_shell_would_divide_them() {

@@ -67,6 +67,14 @@ impl Reply {
     }
 }
 
+/// Counts tokens in words: `1 token`, `12 tokens`.
+pub(super) fn tokens(n: usize) -> String {
+    match n {
+        1 => "1 token".to_owned(),
+        n => format!("{n} tokens"),
+    }
+}
+
 /// Prompts and replies in turns on one cache; a run without --chat has one turn.
 pub(super) struct Conversation<'a, 'd> {
     pub args: &'a Args,
@@ -160,8 +168,8 @@ impl Conversation<'_, '_> {
             let rows = ids.len() * config.n_layers * config.n_kv_heads;
             let bytes = rows * self.kv.bytes_per_position(config.head_dim);
             log.note(&format!(
-                "prefill: {} tokens, {} of KV cache",
-                ids.len(),
+                "prefill: {}, {} of KV cache",
+                tokens(ids.len()),
                 size(bytes)
             ));
         }
@@ -169,10 +177,11 @@ impl Conversation<'_, '_> {
         reply.prompt_tokens = prompt_tokens;
         if chat {
             log.note(&format!(
-                "turn {}: prompt of {prompt_tokens} tokens in {:.2} s, reply of {} tokens in {:.2} s",
+                "turn {}: prompt of {} in {:.2} s, reply of {} in {:.2} s",
                 self.replies.len() + 1,
+                tokens(prompt_tokens),
                 reply.prefill_s,
-                reply.ids.len(),
+                tokens(reply.ids.len()),
                 reply.decode_s
             ));
         }
@@ -188,14 +197,11 @@ impl Conversation<'_, '_> {
         };
         let mut stream = TextStream::new(self.turns.tokenizer.as_ref());
         let start = Instant::now();
-        let progress = self
-            .global
-            .log()
-            .progress(self.turns.config().n_layers as u64, "layers");
-        progress.stage(format!("prefill, {} tokens", prompt.len()));
-        let logits = self
-            .session
-            .prefill_watched(prompt, &mut |_| progress.advance(1))?;
+        let log = self.global.log();
+        let progress = log.prefill_progress(prompt.len(), self.turns.config().n_layers);
+        progress.stage(format!("prefill, {}", tokens(prompt.len())));
+        let mut done = |tokens: usize| progress.advance(tokens as u64);
+        let logits = self.session.prefill_watched(prompt, &mut done)?;
         drop(progress);
         self.sampler.observe(prompt);
         let mut next = self.sampler.next(logits.view())?;

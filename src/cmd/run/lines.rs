@@ -18,7 +18,8 @@ const HELP: &str = "\
 /stats  show times and how much of the cache was read
 /reset  forget the conversation and start a new one
 /exit   end the program (or Ctrl-D)
-Any other line is a message to the model. Ctrl-C ends the reply and the program.";
+Any other line is a message to the model, also one that begins with // or with
+a slash and a space. Ctrl-C ends the reply and the program.";
 
 /// A line of a chat.
 #[derive(Debug, PartialEq, Eq)]
@@ -82,19 +83,12 @@ impl Lines {
                 "/stats" => return Ok(Line::Stats),
                 "/reset" => return Ok(Line::Reset),
                 "/exit" => return Ok(Line::End),
-                word if self.is_slip(word) => {
-                    log.note(&format!("unknown command {word}; /help lists the commands"))
-                }
-                _ => return Ok(Line::Message(text)),
+                line => match unknown(line) {
+                    Some(word) => log.note(&format!("unknown command {word}\n{HELP}")),
+                    None => return Ok(Line::Message(text)),
+                },
             }
         }
-    }
-
-    /// Tells whether a person has mistyped a command: a line of one lower-case word after a slash.
-    fn is_slip(&self, text: &str) -> bool {
-        let name = text.strip_prefix('/').unwrap_or_default();
-        let is_word = !name.is_empty() && name.chars().all(|c| c.is_ascii_lowercase());
-        is_word && matches!(self, Self::Typed(_))
     }
 
     /// Waits for the next line; `None` at the end.
@@ -121,6 +115,14 @@ impl Lines {
             }
         }
     }
+}
+
+/// Returns the word of a line that looks like a command, a slash and letters, but is none. A path has more slashes.
+fn unknown(line: &str) -> Option<&str> {
+    let word = line.split_whitespace().next().filter(|_| line.starts_with('/'))?;
+    let name = word.strip_prefix('/')?;
+    let is_name = !name.is_empty() && name.chars().all(|c| c.is_alphanumeric() || "-_".contains(c));
+    is_name.then_some(word)
 }
 
 /// Makes the error for input that cannot be read.

@@ -2,11 +2,12 @@
 
 use serde_json::{Value, json};
 
+use super::conversation::tokens;
 use super::{Conversation, Reply};
 use crate::cmd::{merge, print_json};
 use crate::error::Result;
 use crate::method::registry::FULL;
-use crate::progress::size;
+use crate::progress::{COLUMNS, size, wrapped};
 use crate::runner::Counts;
 
 /// What a run's decode steps read, by layer.
@@ -61,8 +62,8 @@ impl Ran<'_, '_, '_> {
         }
     }
 
-    /// Says in a few words what was read, where the method did not choose, and what took its place.
-    fn text(&self) -> String {
+    /// Says what was read, where the method did not choose, and what took its place, one fact per line.
+    fn text(&self) -> Vec<String> {
         let total = self.total();
         let read = match self.bytes() {
             Some(bytes) => format!("{} including the index", size(bytes as usize)),
@@ -79,14 +80,14 @@ impl Ran<'_, '_, '_> {
         let others: Vec<String> = others.map(|(i, _)| i.to_string()).collect();
         let full: u64 = (0..self.layers.len()).map(|layer| self.bypasses(layer)).sum();
         let (rows, choices) = (total.rows, total.choices);
-        let mut text =
-            format!("{rows} rows and {read} read{share}; {full} of {choices} choices read everything");
+        let mut text = vec![
+            format!("{rows} rows and {read} read{share}"),
+            format!("{full} of {choices} choices read everything"),
+        ];
         if !others.is_empty() {
-            text += &format!(", full attention in layers {}", others.join(", "));
+            text.push(format!("full attention in layers {}", others.join(", ")));
         }
-        for fallback in &self.conversation.fallbacks {
-            text += &format!(", {fallback}");
-        }
+        text.extend(self.conversation.fallbacks.iter().cloned());
         text
     }
 
@@ -151,21 +152,29 @@ impl<'a, 'd> Conversation<'a, 'd> {
         })
     }
 
-    /// Notes the times of all turns and how much they read.
+    /// Notes the times of all turns and how much they read, one fact per line.
     pub fn note(&self) -> Result<()> {
-        let (session, times) = (&self.session, Times::of(&self.replies));
-        self.global.log().note(&format!(
-            "{}: {} tokens, prefill {:.2} s, decode {:.2} s ({:.1} tokens/s), {:.1} % of the KV rows read, index {}, KV cache {}; {}",
-            self.choice.method.as_str(),
-            times.tokens,
-            times.prefill_s,
-            times.decode_s,
-            times.tokens_per_s,
-            100.0 * session.shares()?.read,
-            size(session.index_bytes()),
-            size(session.kv_bytes()),
-            self.ran()?.text(),
-        ));
+        let (session, times, log) = (&self.session, Times::of(&self.replies), self.global.log());
+        let method = self.choice.method.as_str();
+        if self.replies.is_empty() {
+            log.note(&format!("{method}: no reply yet"));
+            return Ok(());
+        }
+        let mut facts = vec![
+            format!("{method}: {}", tokens(times.tokens)),
+            format!(
+                "prefill {:.2} s, decode {:.2} s ({:.1} tokens/s)",
+                times.prefill_s, times.decode_s, times.tokens_per_s
+            ),
+            format!(
+                "index {}, KV cache {}",
+                size(session.index_bytes()),
+                size(session.kv_bytes())
+            ),
+            format!("{:.1} % of the KV rows read", 100.0 * session.shares()?.read),
+        ];
+        facts.extend(self.ran()?.text());
+        log.note(&wrapped(&facts.join("\n  "), COLUMNS));
         Ok(())
     }
 

@@ -28,7 +28,7 @@ const STDIN: &str = "-";
 fn prompt(args: &Args) -> Result<Option<String>> {
     let path = match (&args.prompt, &args.prompt_file) {
         (Some(text), _) if text == STDIN => Path::new(STDIN),
-        (Some(text), _) => return Ok(Some(text.clone())),
+        (Some(text), _) => return not_empty(text.clone()).map(Some),
         (None, Some(path)) => path,
         (None, None) => return Ok(None),
     };
@@ -51,7 +51,15 @@ fn prompt(args: &Args) -> Result<Option<String>> {
             text.pop();
         }
     }
-    Ok(Some(text))
+    not_empty(text).map(Some)
+}
+
+/// Refuses a prompt without text, to which a model would reply as if it had been asked something.
+fn not_empty(text: String) -> Result<String> {
+    match text.is_empty() {
+        true => Err(Error::failed("the prompt is empty").hint("give a prompt with text in it")),
+        false => Ok(text),
+    }
 }
 
 /// What comes next in a run.

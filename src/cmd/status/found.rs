@@ -7,7 +7,7 @@ use serde_json::{Value, json};
 
 use crate::artifact::Artifact;
 use crate::cmd::task::{self, LOST_S, Note, State};
-use crate::dump::{self, MANIFEST};
+use crate::dump::{self, MANIFEST, MAX_SHARDS};
 use crate::error::{Error, Result};
 use crate::method::sections::SECTIONS;
 use crate::progress::{duration, harmless};
@@ -50,7 +50,9 @@ impl TaskNote {
             Some((a.parse::<usize>().ok()?, b.parse::<usize>().ok()?))
         };
         let (parts, count) = match (numbers("/"), numbers("..")) {
-            (Some((index, count)), _) if note.command == "dump" => (index..index + 1, Some(count)),
+            (Some((index, count)), _) if note.command == "dump" && index < count && count <= MAX_SHARDS => {
+                (index..index + 1, Some(count))
+            }
             // It failed before it knew how many layers there are.
             (Some(_), _) => (0..0, None),
             (_, Some((first, end))) => (first..end, None),

@@ -8,10 +8,11 @@ use serde_json::{Map, Value, json};
 use super::buckets::DistanceBuckets;
 use crate::artifact::{
     Column, Facts, Fit, FitInput, HeadReport, MomentsRead, SectionKind, SectionView, object, parse, share,
-    table, worst_heads,
+    table,
 };
 use crate::error::{Error, Result};
 use crate::flags::{parse_count, share_or_zero};
+use crate::method::weak::worst_of;
 use crate::model::Sizes;
 use crate::progress::Log;
 use crate::stats::kmeans::{Init, KMeansParams, MAX_SIZE};
@@ -264,9 +265,42 @@ const COLUMNS: [Column<CodebookQuality>; 7] = [
 ];
 const LEGEND: &str = "(means over each layer's KV heads; inertia = squared error per key in the metric
 of the queries; of variance = held-out inertia as a share of the keys' variance)
-
-worst heads (error on held-out keys as a share of the variance)
 ";
+
+/// A head whose keys are spread over its codewords as over this share of them, or less, hardly uses the others.
+const EVEN_SHARE: f64 = 0.5;
+/// A head with at least this share of its codewords unused has too many of them.
+const UNUSED_SHARE: f64 = 0.01;
+/// How many heads are listed at most.
+const LISTED: usize = 5;
+
+/// Lists the heads whose keys are approximated worst, and those that leave many codewords without keys or with few:
+/// their entropy is that of an even spread over much fewer codewords.
+pub fn weak_heads(section: &SectionView, reports: &[HeadReport]) -> Result<String> {
+    let worst = "a2ats, worst heads (error on held-out keys as a share of the variance)";
+    let mut out = worst_of(worst, reports, CodebookQuality::unexplained)?;
+    let size = section.params::<FitParams>()?.size as f64;
+    let mut few = Vec::new();
+    for head in reports {
+        let quality: CodebookQuality = parse("quality.a2ats", head.report)?;
+        let (even, unused) = (quality.usage_entropy_bits.exp2(), quality.unused_codewords as f64);
+        // Heads whose keys are all equal are attended in full.
+        if quality.variance > 0.0 && (even <= EVEN_SHARE * size || unused >= UNUSED_SHARE * size) {
+            let place = format!("layer {}  head {}", head.layer, head.head);
+            let how = format!("spread as evenly over {even:.0}; {unused:.0} have no keys");
+            few.push((even, format!("  {place}  {how}\n")));
+        }
+    }
+    if !few.is_empty() {
+        few.sort_by(|a, b| a.0.total_cmp(&b.0));
+        out += &format!(
+            "\na2ats, heads that use few of their {size:.0} codewords: {}\n",
+            few.len()
+        );
+        out.extend(few.into_iter().take(LISTED).map(|(_, line)| line));
+    }
+    Ok(out)
+}
 
 /// The declaration of the section.
 #[derive(Debug)]
@@ -371,6 +405,6 @@ impl SectionKind for A2atsSection {
     }
 
     fn table(&self, reports: &[HeadReport]) -> Result<String> {
-        Ok(table(&COLUMNS, reports)? + LEGEND + &worst_heads(reports, CodebookQuality::unexplained)?)
+        Ok(table(&COLUMNS, reports)? + LEGEND)
     }
 }

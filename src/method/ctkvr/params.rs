@@ -70,8 +70,8 @@ pub struct CtkvrParams {
     /// Length of each query centroid's list, as a multiple of the budget (at least 1)
     #[arg(long, value_name = "F", default_value_t = LIST_PER_BUDGET, value_parser = list_per_budget)]
     pub ct_list: f64,
-    /// Contents of each list: 1 = the heaviest positions; 2 = the heavier half of them, followed by the positions
-    /// right after these. The length stays the same; 2 runs on the CPU only
+    /// Contents of each list: 1 = the heaviest positions; 2 = keep the heavier half of the list, and fill the rest with
+    /// the position after each. The length stays the same; 2 runs on the CPU only
     #[arg(long, value_name = "1|2", default_value_t = 1, value_parser = clap::value_parser!(u8).range(1..=2))]
     pub ct_expand: u8,
     /// Keep the query centroids of the first prompt: queries of later prompts do not become centroids (ablation)

@@ -24,8 +24,7 @@ pub struct LfpsParams {
     /// Rule that sets the thresholds of the tables
     #[arg(long, value_enum, default_value_t = Threshold::Kurtosis)]
     pub lfps_threshold: Threshold,
-    /// Positions whose table entries give the mean and deviation for the thresholds (default: as calibrated, else
-    /// all)
+    /// Positions over which lfps computes the mean and deviation for its thresholds (default: as calibrated, else all)
     #[arg(long, value_enum)]
     pub lfps_population: Option<Population>,
 }

@@ -18,7 +18,7 @@ use super::threshold::{OFFSETS, Population};
 use crate::artifact::Artifact;
 use crate::error::Result;
 use crate::kv::static_set::SINKS;
-pub use section::LfpsSection;
+pub use section::{LfpsSection, weak_heads};
 
 /// Name of the section in an artifact.
 pub const SECTION: &str = "lfps";

@@ -36,6 +36,9 @@ pub fn calibrated_center(params: &Map<String, Value>) -> Result<Center> {
     Center::from_str(&params.center, false).map_err(|_| Error::failed("`sections.sign.center` is not valid"))
 }
 
+/// How many heads are listed at most.
+const LISTED: usize = 5;
+
 /// The quality report of a KV head, as docs/artifact.md defines it.
 #[derive(Serialize, Deserialize)]
 pub(super) struct SignQuality {
@@ -63,6 +66,27 @@ const COLUMNS: [Column<SignQuality>; 3] = [
     ),
 ];
 const LEGEND: &str = "(means over each layer's KV heads; at most 1 bit per sign, 4 bits per pattern)\n";
+
+/// Lists the heads with sign patterns that no calibration key has.
+pub fn weak_heads(reports: &[HeadReport], head_dim: usize) -> Result<String> {
+    let mut empty = Vec::new();
+    for head in reports {
+        let quality: SignQuality = parse("quality.sign", head.report)?;
+        if quality.empty_patterns > 0 {
+            empty.push((quality.empty_patterns, head));
+        }
+    }
+    if empty.is_empty() {
+        return Ok(String::new());
+    }
+    empty.sort_by_key(|head| std::cmp::Reverse(head.0));
+    let all = head_dim / GROUP * PATTERNS;
+    let mut out = format!("\nsign, heads with patterns that no key has (of {all} patterns)\n");
+    for (count, head) in empty.into_iter().take(LISTED) {
+        out += &format!("  layer {}  head {}  {count}\n", head.layer, head.head);
+    }
+    Ok(out)
+}
 
 /// The declaration of the section.
 #[derive(Debug)]

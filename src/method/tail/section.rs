@@ -9,10 +9,10 @@ use super::fit::TailFit;
 use super::sample::{MAX_HELD_OUT_ROWS, MAX_ROWS, Sample};
 use crate::artifact::{
     Column, Facts, Fit, FitInput, HeadReport, MomentsRead, SectionKind, SectionView, parse, share, table,
-    worst_heads,
 };
 use crate::error::{Error, Result};
 use crate::kv::static_set::{SINKS, WINDOW};
+use crate::method::weak::worst_of;
 use crate::model::Sizes;
 use crate::store::Spec;
 
@@ -104,9 +104,13 @@ a tail; last columns: squared output error with the tail as a share of the error
 without it, if a step reads the static set alone, the best 5 % (held: on
 held-out rows) or 20 % of the positions, or the best 5 % by scores with noise of
 1 and 2)
-
-worst heads (share of query heads without a tail)
 ";
+
+/// Lists the heads with query heads that have no tail.
+pub fn weak_heads(reports: &[HeadReport]) -> Result<String> {
+    let heading = "tail, heads without an estimate (share of their query heads)";
+    worst_of(heading, reports, TailQuality::off)
+}
 
 /// The declaration of the section.
 #[derive(Debug)]
@@ -190,6 +194,6 @@ impl SectionKind for TailSection {
     }
 
     fn table(&self, reports: &[HeadReport]) -> Result<String> {
-        Ok(table(&COLUMNS, reports)? + LEGEND + &worst_heads(reports, TailQuality::off)?)
+        Ok(table(&COLUMNS, reports)? + LEGEND)
     }
 }

@@ -9,10 +9,11 @@ use serde_json::{Map, Value, json};
 use super::fit::WpqFit;
 use crate::artifact::{
     Column, Facts, Fit, FitInput, HeadReport, MomentsRead, SectionKind, SectionView, object, parse, share,
-    table, worst_heads,
+    table,
 };
 use crate::error::{Error, Result};
 use crate::flags::parse_count;
+use crate::method::weak::worst_of;
 use crate::model::Sizes;
 use crate::stats::whiten::EPS;
 use crate::store::Spec;
@@ -147,9 +148,13 @@ const COLUMNS: [Column<WpqQuality>; 5] = [
 const LEGEND: &str = "(product quantisers: means over each layer's KV heads; inertia = squared error
 per key in the metric of the queries; of variance = held-out inertia as a share
 of the keys' variance)
-
-worst heads (error on held-out keys as a share of the variance)
 ";
+
+/// Lists the heads whose keys are approximated worst.
+pub fn weak_heads(reports: &[HeadReport]) -> Result<String> {
+    let heading = "wpq, worst heads (error on held-out keys as a share of the variance)";
+    worst_of(heading, reports, WpqQuality::unexplained)
+}
 
 /// The declaration of the section.
 #[derive(Debug)]
@@ -244,6 +249,6 @@ impl SectionKind for WpqSection {
     }
 
     fn table(&self, reports: &[HeadReport]) -> Result<String> {
-        Ok(table(&COLUMNS, reports)? + LEGEND + &worst_heads(reports, WpqQuality::unexplained)?)
+        Ok(table(&COLUMNS, reports)? + LEGEND)
     }
 }

@@ -87,9 +87,8 @@ impl Trajectories {
     pub fn prompt(&mut self, forward: &dyn Forward, ids: &[u32]) -> Result<Vec<Array1<f32>>> {
         let windows = &forward.decoder().config.windows;
         let (heads, leaders) = (&mut self.heads, &self.leaders);
-        let full = forward.prompt(ids, self.len, &mut |layer, rows| {
-            prefill_full(&mut heads[layer], rows, windows[layer], leaders)
-        })?;
+        let mut cache = |layer: usize, rows| prefill_full(&mut heads[layer], rows, windows[layer], leaders);
+        let full = forward.prompt(ids, self.len, &mut cache, &mut |_| {})?;
         let variants = self.heads[0][0].shadows.len().max(self.heads[0][0].own.len());
         let mut logits = vec![full];
         if self.len == 0 {
@@ -99,10 +98,11 @@ impl Trajectories {
         } else {
             for v in 0..variants {
                 let heads = &mut self.heads;
-                logits.push(forward.prompt(ids, self.len, &mut |layer, rows| {
+                let mut cache = |layer: usize, rows| {
                     let own = heads[layer].iter_mut().map(|h| &mut h.own[v]);
                     prefill_heads(own.collect(), rows, windows[layer])
-                })?);
+                };
+                logits.push(forward.prompt(ids, self.len, &mut cache, &mut |_| {})?);
             }
         }
         self.len += ids.len();

@@ -2,7 +2,6 @@
 
 use std::ops::Range;
 
-use super::cut;
 use crate::artifact::{Fit, FitText, MomentsRead, Section};
 use crate::cmd::calibrate::plan::MemoryPlan;
 use crate::cmd::calibrate::stages::{BUDGETS, CAPTURE, VERDICT};
@@ -171,7 +170,7 @@ impl Job<'_> {
         self.memory.program + n * c.hidden_size * size_of::<f32>() + ids + sums
     }
 
-    /// Returns the costs of the layer shards, whose tasks read the dumps of token shards of at most `shard_rows` tokens;
+    /// Returns the costs of the layer parts, whose tasks read the dumps of token shards of at most `shard_rows` tokens;
     /// each task makes all sections of its layers, one after another.
     pub fn layers(&self, ranges: &[Range<usize>], shard_rows: usize) -> Phase {
         let memory = self.layer_memory(shard_rows);
@@ -279,11 +278,6 @@ impl Job<'_> {
                 .map(|(times, packing)| packing + verdict(times) + times.digest_seconds(packed + judged));
         }
         Phase::of(&[task])
-    }
-
-    /// Divides the text into shards.
-    pub fn cut(&self, count: usize) -> Vec<Range<usize>> {
-        cut::blocks(&self.corpus.block_start, count)
     }
 
     /// Returns the tokens of the largest of some shards.

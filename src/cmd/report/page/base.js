@@ -85,7 +85,7 @@ function table(caption, columns, rows) {
   const head = columns.map((title, i) => el('th', { scope: 'col', class: i ? null : 'first' }, title));
   const cell = (value, i) => (i ? el('td', {}, value) : el('th', { scope: 'row' }, value));
   return el('div', { class: 'scroll', tabindex: 0, role: 'region', 'aria-label': caption },
-    el('table', {}, el('caption', {}, caption), el('thead', {}, el('tr', {}, head)),
+    el('table', {}, el('caption', {}, el('span', {}, caption)), el('thead', {}, el('tr', {}, head)),
       el('tbody', {}, rows.map((row) => el('tr', {}, row.map(cell))))));
 }
 

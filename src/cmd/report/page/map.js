@@ -103,7 +103,8 @@ function drawMap(quantity, select) {
       onpointerenter: () => say(cell), onfocus: () => say(cell), onclick: choose, onkeydown: move,
     }, svg('title', {}, textOf(cell)));
   };
-  const [width, height] = [left + LAYERS * SIDE + 4, top + HEADS * SIDE + 24];
+  // The title needs room too if there are few layers.
+  const [width, height] = [Math.max(left + LAYERS * SIDE + 4, 190), top + HEADS * SIDE + 24];
   const every = LAYERS > 12 ? 5 : 1;
   const names = [...Array(LAYERS).keys()].filter((layer) => layer % every === 0);
   const map = svg('svg', { width, height, viewBox: `0 0 ${width} ${height}`, role: 'group', 'aria-label': `${quantity.title} by layer and KV head` },

@@ -48,7 +48,8 @@ function listSources() {
 }
 
 const sources = listSources();
-const state = { source: sources[0]?.id, limit: data.usual_kl, context: 32768 };
+const { contexts } = data.serving;
+const state = { source: sources[0]?.id, limit: data.usual_kl, context: contexts.filter((n) => n <= 32768).at(-1) ?? contexts[0] };
 const source = () => sources.find((of) => of.id === state.source);
 
 /**
@@ -69,7 +70,7 @@ function leastLoss(points) {
 
 /** Returns the bytes of a run at the chosen context. */
 function costs(point) {
-  const visible = data.serving.visible[data.serving.contexts.indexOf(state.context)];
+  const visible = data.serving.visible[contexts.indexOf(state.context)];
   const cache = visible * data.serving.position_bytes[point.kv];
   const index = (point.indexBits / 8) * visible * sizes.n_kv_heads + point.constant;
   return { cache, index, read: cache * point.read };
@@ -162,7 +163,7 @@ function decision() {
     el('div', { class: 'controls' },
       el('label', { class: 'wide', for: 'slider' }, el('span', {}, 'Acceptable loss: a KL of at most ', el('output', { id: 'limit-value', for: 'slider' }), ' nats'), slider),
       el('p', { class: 'presets' }, 'Usual: ', data.losses.map((limit) => [preset(limit), ' '])),
-      choice('context', 'Context', data.serving.contexts.map((n) => [n, `${tokens(n)} tokens`]), state.context,
+      choice('context', 'Context', contexts.map((n) => [n, `${tokens(n)} tokens`]), state.context,
         (value) => { state.context = +value; refresh(); }),
       sources.length > 1 ? choice('source', 'Measured on', sources.map((of) => [of.id, of.label]), state.source,
         (value) => { state.source = value; refresh(); }) : null),

@@ -16,6 +16,7 @@ use crate::artifact::{
 };
 use crate::error::{Error, Result};
 use crate::kv::static_set::{SINKS, WINDOW};
+use crate::method::weak::worst_of;
 use crate::model::Sizes;
 use crate::progress::Log;
 use crate::store::Spec;
@@ -37,7 +38,7 @@ pub const SCALARS: &str = "lfps.scalars";
 #[group(skip)]
 #[command(next_help_heading = "Section lfps")]
 pub struct PriorsParams {
-    /// Positions whose table entries give the mean and deviation for the thresholds of method lfps
+    /// Positions over which lfps computes the mean and deviation for its thresholds
     #[arg(long, value_enum, default_value_t = Population::All)]
     pub lfps_population: Population,
 }
@@ -121,6 +122,12 @@ const LEGEND: &str = "(means over each layer's query heads; bypassed = share of 
 above 0.85; 95 % in = share of the positions that hold 95 % of the attention;
 same +32 = overlap of the best 2 % of positions after 32 steps; rows, sink mass,
 95 % in and same +32 describe the heads, no method uses them)\n";
+
+/// Lists the heads whose attention is spread most, so that a small budget misses much of it.
+pub fn weak_heads(reports: &[HeadReport]) -> Result<String> {
+    let heading = "lfps, heads that attend most widely (share of the positions with 95 % of it)";
+    worst_of(heading, reports, |of: &PriorsQuality| mean(&of.k_fraction))
+}
 
 /// Warns if the text is so short that the priors say nothing.
 fn warn_if_short(sample: &Sample, log: Log) {
