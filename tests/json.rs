@@ -170,7 +170,6 @@ fn every_command_prints_what_the_page_says() {
     compare(
         "plan",
         &[
-            planned(""),
             planned("--no-probe"),
             shards(""),
             shards("--no-probe --tasks-at-once 2"),

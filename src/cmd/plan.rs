@@ -131,11 +131,11 @@ fn plan(settings: &Settings, probe: bool, shards: Option<&ShardFlags>, global: &
         if weights.read {
             ""
         } else {
-            " in bf16 (assumed: the folder contains no weights)"
+            " in bf16 (assumed: the folder has no weights)"
         }
     );
     out += &format!(
-        "text       {} tokens in {} of at most {} tokens, {held_out} held out{}\n",
+        "text       {} tokens in {} of at most {} each, {held_out} held out{}\n",
         corpus.n_tokens(),
         counted(corpus.n_blocks(), "block"),
         corpus.seq_len,

@@ -254,10 +254,9 @@ impl ShardPlan {
             "\n  disk     {} on the shared disk at the end:\n",
             size(self.disk())
         );
-        out +=
-            &format!("           {f32} of states in f32, as for the bytes of one machine (bf16: {bf16})\n");
+        out += &format!("           {f32} of states in f32 (in bf16, for another artifact, {bf16})\n");
         out + &format!(
-            "           {} of sums: {both} per block, in two f64 sums of {one}\n",
+            "           {} of sums: {both} a block, two f64 sums of {one}\n",
             size(self.sums)
         )
     }
@@ -275,7 +274,7 @@ impl ShardPlan {
                 "use a larger machine",
             ][i];
             out += &format!(
-                "  memory   not enough for the {}: a task needs {}; {advice}\n",
+                "  memory   not enough for the {}: a task needs {}\n           ({advice})\n",
                 PHASES[i],
                 size(phase.task.memory + phase.task.mapped)
             );
@@ -336,5 +335,81 @@ fn listed(ranges: &[Range<usize>]) -> String {
             format!("{} {} ... {}", text(first), text(second), text(last))
         }
         _ => ranges.iter().map(text).collect::<Vec<_>>().join(" "),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use clap::{Args, Command, FromArgMatches};
+
+    use super::cost::Task;
+    use super::*;
+
+    /// A plan whose token shards take this memory and these seconds of computation, and whose other phases take nothing.
+    fn plan(shards: usize, memory: usize, seconds: Option<f64>) -> ShardPlan {
+        let flags = "plan --shards --task-memory 1GB --deadline 100s".split(' ');
+        let matches = ShardFlags::augment_args(Command::new("plan")).get_matches_from(flags);
+        let phase = |tasks, memory, compute| Phase {
+            tasks,
+            task: Task {
+                memory,
+                compute,
+                ..Task::default()
+            },
+            read: 0,
+            written: 0,
+        };
+        let nothing = phase(1, 0, seconds.map(|_| 0.0));
+        ShardPlan {
+            cluster: Cluster::new(&ShardFlags::from_arg_matches(&matches).unwrap()),
+            is_auto: true,
+            tokens: (0..shards).map(|i| i..i + 1).collect(),
+            longest: 1,
+            layers: vec![0..1],
+            phases: [phase(shards, memory, seconds), nothing.clone(), nothing],
+            states: [0; 2],
+            block: [0; 2],
+            sums: 0,
+            commands: Vec::new(),
+        }
+    }
+
+    fn shards(plans: &[(usize, Option<f64>)]) -> usize {
+        let plans = plans.iter().enumerate();
+        let plans = plans.map(|(i, (memory, seconds))| plan(i + 1, memory * 1_000_000, *seconds));
+        proposed(plans.collect()).unwrap().tokens.len()
+    }
+
+    #[test]
+    fn the_fewest_shards_that_fit_and_meet_the_deadline_are_proposed() {
+        let meets = [
+            (2000, Some(50.0)),
+            (900, Some(120.0)),
+            (500, Some(90.0)),
+            (400, Some(80.0)),
+        ];
+        assert_eq!(shards(&meets), 3);
+        // None is fast enough: the first that is almost as fast as the fastest.
+        let misses = [
+            (2000, Some(150.0)),
+            (900, Some(300.0)),
+            (500, Some(218.0)),
+            (400, Some(200.0)),
+        ];
+        assert_eq!(shards(&misses), 3);
+        // Without times, the first that fits; the last if none does.
+        assert_eq!(shards(&[(2000, None), (1000, None), (500, None)]), 2);
+        assert_eq!(shards(&[(4000, None), (3000, None)]), 2);
+    }
+
+    #[test]
+    fn tasks_that_wait_take_turns_and_share_the_disk() {
+        let mut plan = plan(5, 0, Some(7.0));
+        plan.cluster.at_once = Some(2);
+        plan.cluster.rate = 100.0;
+        plan.phases[0].task.read = 300;
+        let seconds = plan.cluster.seconds(&plan.phases[0]).unwrap();
+        // Two at once read 300 bytes each at 50 bytes per second; five take three turns.
+        assert_eq!((seconds.disk, seconds.task(), seconds.all()), (6.0, 13.0, 39.0));
     }
 }
