@@ -365,7 +365,7 @@ mod tests {
             is_auto: true,
             tokens: (0..shards).map(|i| i..i + 1).collect(),
             longest: 1,
-            layers: vec![0..1],
+            layers: std::iter::once(0..1).collect(),
             phases: [phase(shards, memory, seconds), nothing.clone(), nothing],
             states: [0; 2],
             block: [0; 2],
