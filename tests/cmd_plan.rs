@@ -428,7 +428,7 @@ fn shards_follow_the_machine_and_the_deadline() {
     assert!(none.lines().all(|line| line.chars().count() <= 80), "{none}");
     // More shards than blocks, and flags without --shards, are wrong use.
     for (options, message) in [
-        ("--shards 22", "the text has 21 blocks"),
+        ("--shards 22", "21 blocks"),
         ("--deadline 1h", "--shards"),
         ("--shards 2 --deadline 8", "with a unit"),
         ("--shards 0", "at least 1"),

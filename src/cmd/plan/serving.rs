@@ -179,7 +179,7 @@ impl Serving {
             1e3 * weights
         );
         out += &format!(
-            "           {:<10} {:>9} {:>9} {:>12}  {PAYS} times as fast as full\n",
+            "           {:<10} {:>9} {:>9} {:>12}  {PAYS}x as fast as full\n",
             "", "at 4K", "at 16K", "index"
         );
         for of in &self.methods {
