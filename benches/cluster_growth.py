@@ -70,8 +70,8 @@ class Model:
         # Keys 10 times, values once, queries twice, sums twice.
         heads = 11 * KV_HEADS + 2 * self.heads
         picked = layers * (self.rows(heads, self.blocks) + 2 * self.blocks * self.block_sums)
-        # Every section command opens the files of all layers, to check their shapes, and those of its own again.
-        opens = SECTIONS * shards * (self.layers + layers)
+        # Every section command opens one file of each shard, to check its shapes, and those of its own layers.
+        opens = SECTIONS * shards * (1 + layers)
         written = self.artifact * layers // self.layers
         read = digested + picked + written
         return self.fits(layers), digested / (1e9 * self.options.digest), opens, read, written
