@@ -188,7 +188,7 @@ pub enum Command {
     Dump(dump::Args),
     /// Recompute a dump's query moments for another WRoPE position
     Moments(moments::Args),
-    /// Add up the query moments of the shards of a dump; the section commands do not need it
+    /// Add up the query moments of the shards of a dump into one file
     Merge(merge::Args),
     /// Make one section of a dump
     #[command(flatten)]

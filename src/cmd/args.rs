@@ -32,8 +32,8 @@ pub struct Global {
     /// Seed for all random choices
     #[arg(long, global = true, value_name = "N", default_value_t = 0)]
     pub seed: u64,
-    /// Replace an existing output file that kvsmith wrote; without this flag, an existing output is an error (except for
-    /// the finished shards and parts of --shard and --layers)
+    /// Replace an existing output file that kvsmith wrote; without this flag, an existing output is an error; with
+    /// --shard and --layers, a finished output is kept
     #[arg(long, global = true)]
     pub overwrite: bool,
     /// Print the result as one JSON document on stdout; messages go to stderr

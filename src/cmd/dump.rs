@@ -43,7 +43,7 @@ pub struct Args {
     wrope_position: usize,
     /// Dump only one of N parts of the text, as one task of many; I counts from 0, and the text and N alone decide which
     /// blocks are in a shard. auto takes I and N from a Slurm job array; auto/N takes I from Slurm or from a Kubernetes
-    /// Indexed Job. A finished shard is kept, and nothing is done
+    /// Indexed Job. If the output is already this shard, the command ends without work
     #[arg(long, value_name = "I/N", value_parser = parse_share_of)]
     shard: Option<Share>,
     #[command(flatten)]

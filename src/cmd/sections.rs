@@ -115,9 +115,9 @@ fn describe(kind: &dyn SectionKind) -> Command {
     };
     let layers = Arg::new(LAYERS)
         .long(LAYERS)
-        .value_name("A..B|J/M|auto")
+        .value_name("A..B|J/M|auto|auto/M")
         .value_parser(parse_layers)
-        .help("Fit only layers A to B - 1, as one task of many; `pack` joins the parts. J/M takes the J-th of M parts of about equal length, from 0. auto takes J and M from a Slurm job array; auto/M takes J from Slurm or from a Kubernetes Indexed Job. A finished part is kept, and nothing is done");
+        .help("Fit only layers A to B - 1, as one task of many; `pack` joins the parts. J/M takes the J-th of M parts of about equal length, from 0. auto takes J and M from a Slurm job array; auto/M takes J from Slurm or from a Kubernetes Indexed Job. If the output is already this part, the command ends without work");
     let moments = "Moments file made from this dump, such as one made on another device (default: the dump's own moments)";
     let moments = file("moments", "FILE").help(moments);
     let position = Arg::new(WROPE_POSITION)

@@ -255,10 +255,12 @@ impl ShardPlan {
             size(self.disk())
         );
         out += &format!("           {f32} of states in f32 (in bf16, for another artifact, {bf16})\n");
-        out + &format!(
-            "           {} of sums: {both} a block, two f64 sums of {one}\n",
+        out += &format!(
+            "           {} of query moments: {both} a block, two f64 sums of {one}\n",
             size(self.sums)
-        )
+        );
+        let others = self.disk().saturating_sub(self.states[0] + self.sums);
+        out + &format!("           {} of sections, artifacts and other files\n", size(others))
     }
 
     /// Says which tasks need more memory than they have.
