@@ -260,7 +260,10 @@ impl ShardPlan {
             size(self.sums)
         );
         let others = self.disk().saturating_sub(self.states[0] + self.sums);
-        out + &format!("           {} of sections, artifacts and other files\n", size(others))
+        out + &format!(
+            "           {} of sections, artifacts and other files\n",
+            size(others)
+        )
     }
 
     /// Says which tasks need more memory than they have.
