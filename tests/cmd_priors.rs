@@ -841,7 +841,7 @@ fn values_out_of_range_are_refused() {
 fn inspect_shows_them() {
     let scratch = Scratch::new();
     let (_, out) = priors_of(&scratch, "mistral_sliding", &[120, 80], "");
-    let text = kvsmith(&format!("inspect --verify {out}")).ok().stdout;
+    let text = kvsmith(&format!("inspect -v --verify {out}")).ok().stdout;
     for part in ["section      lfps", "sink mass", "bypassed", "verified"] {
         assert!(text.contains(part), "{part}: {text}");
     }
