@@ -75,6 +75,11 @@ pub trait Bench: Sync {
         true
     }
 
+    /// Returns whether the index on a GPU chooses with the help of the cache's rows.
+    fn chooses_by_rows(&self) -> bool {
+        false
+    }
+
     /// Returns whether the method implements [`Ranking::Plain`].
     fn has_plain_ranking(&self) -> bool {
         false

@@ -17,7 +17,7 @@ fn rows(json: &Value) -> &Vec<Value> {
 
 /// Steps of one layer.
 pub fn one_layer(driver: &Path) {
-    for (what, methods) in [("retrieve", 2), ("attend", 3)] {
+    for (what, methods) in [("retrieve", 2), ("attend", 4)] {
         let arguments = "--json --device cuda --shapes 4/2x64 --context 300 --batch 1,2 --size 32 --runs 1";
         let json = run(driver, &format!("{what} {arguments}")).json();
         assert_eq!(rows(&json).len(), 2 * methods);
@@ -26,6 +26,12 @@ pub fn one_layer(driver: &Path) {
             assert!(number(row, "median_s") > 0.0, "{row}");
         }
     }
+    // It chooses with the help of the cache's rows, which `retrieve` has not on a GPU.
+    run(
+        driver,
+        "retrieve --device cuda --shapes 4/2x64 --context 300 --methods wpq",
+    )
+    .fails(2, "method `wpq` on a GPU", "bench attend");
 }
 
 /// Decode steps of a model of two layers.

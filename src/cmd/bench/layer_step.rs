@@ -297,7 +297,10 @@ pub fn run(args: &LayerArgs, attends: bool, global: &Global) -> Result<()> {
     warn_of_unused(&args.methods, args.caches.kv == KvType::TwoBit, global);
     let cuda = open_cuda(args, global.device)?;
     let driver = cuda.as_ref().map(Cuda::driver);
-    let settings = settings(args, attends, global.seed);
+    let mut settings = settings(args, attends, global.seed);
+    if driver.is_some() && !attends {
+        without_rows(&mut settings, global)?;
+    }
     let free = match driver {
         Some(driver) => driver.free_bytes()? as usize,
         None => free_bytes(),
@@ -366,6 +369,22 @@ pub fn run(args: &LayerArgs, attends: bool, global: &Global) -> Result<()> {
         results.add([&setting.name(), &setting.shape(), device], &times, &more, &says)
     });
     results.finish_after(outcome)
+}
+
+/// Leaves out the methods that need the cache's rows to choose: on a GPU, `bench retrieve` has none.
+///
+/// # Errors
+/// The command line names such a method.
+fn without_rows(settings: &mut Vec<LayerSetting>, global: &Global) -> Result<()> {
+    let needs = |setting: &LayerSetting| setting.bench.chooses_by_rows();
+    let is_named = global.given.iter().any(|flag| flag == "methods");
+    if let Some(setting) = settings.iter().find(|setting| is_named && needs(setting)) {
+        let name = setting.method.as_str();
+        let error = Error::usage(format!("`bench retrieve` does not time method `{name}` on a GPU"));
+        return Err(error.hint("use `bench attend`, or --device cpu"));
+    }
+    settings.retain(|setting| !needs(setting));
+    Ok(())
 }
 
 /// Lists every combination; without attending, only the methods that retrieve.

@@ -256,7 +256,7 @@ impl ShardPlan {
         );
         out += &format!("           {f32} of states in f32 (in bf16, for another artifact, {bf16})\n");
         out += &format!(
-            "           {} of query moments: {both} a block, two f64 sums of {one}\n",
+            "           {} of query moments: {both} a block, two sums of {one}\n",
             size(self.sums)
         );
         let others = self.disk().saturating_sub(self.states[0] + self.sums);

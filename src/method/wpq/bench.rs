@@ -24,6 +24,10 @@ impl Bench for WpqBench {
         TimedOnCuda::LayerAndModel
     }
 
+    fn chooses_by_rows(&self) -> bool {
+        true
+    }
+
     fn index_bytes(&self, layer: &TimedLayer) -> usize {
         layer.sequences * layer.kv_heads * layer.context * WIDTH
     }
