@@ -415,6 +415,13 @@ fn finished_parts_are_not_made_again() {
         kvsmith(&codebook.replace(change, to)).fails(2, "exists, and its", "another name");
     }
     assert_eq!(time(&part), before);
+    // --overwrite replaces a part, but no other file.
+    std::fs::write(&part, "cut off").unwrap();
+    kvsmith(&codebook).fails(1, "part", "");
+    kvsmith(&codebook.replace("-o", "--overwrite -o")).fails(2, "not written by kvsmith", "");
+    kvsmith(&codebook.replace(&part, &format!("{part}-2"))).ok();
+    let again = codebook.replace(&part, &format!("{part}-2 --overwrite"));
+    assert_eq!(kvsmith(&again).json()["skipped"], false);
 }
 
 /// The files below a folder with their content, but for the notes of tasks.
@@ -598,6 +605,11 @@ fn status_tells_what_is_missing() {
     .ok();
     let text = kvsmith(&format!("status {work}")).ok().stdout;
     assert!(text.contains("kvsmith pack"), "{text}");
+    // A shard with other options.
+    let half = job.dump().replace("f32", "bf16");
+    kvsmith(&format!("{half} --shard 1/4 -o {work}/tokens/half")).ok();
+    assert!(status()["problems"].to_string().contains("different options"));
+    std::fs::remove_dir_all(format!("{work}/tokens/half")).unwrap();
     // Another job's part, and a damaged one.
     let other = Job::new("llama_default", &[70, 60, 51], "--seq-len 40");
     kvsmith(&format!("{} --shard 0/4 -o {work}/tokens/other", other.dump())).ok();

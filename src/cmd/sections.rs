@@ -215,7 +215,8 @@ impl SectionCommand {
         let mut section = Section::of_layers(fit.as_ref(), dump.sizes, layers, device.as_ref())?;
         let shown = self.output.display();
         let document = |skipped: bool| json!({ "section": shown.to_string(), "device": device.name(), "skipped": skipped });
-        if self.layers.is_some() && is_done(&self.output, &dump.origin, &section)? {
+        let keeps = self.layers.is_some() && !global.overwrite;
+        if keeps && is_done(&self.output, &dump.origin, &section)? {
             let note = format!("{shown} is already complete");
             return finish(global, &note, &self.output, &document(true));
         }

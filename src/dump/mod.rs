@@ -1,7 +1,9 @@
 //! The dump folder: captured states of every layer, their tokens, and the query moments.
 
+mod layer;
 pub mod moments;
 mod read;
+mod shards;
 mod write;
 
 use std::collections::BTreeMap;
@@ -11,7 +13,8 @@ use std::ops::Range;
 use safetensors::Dtype;
 use serde::{Deserialize, Serialize};
 
-pub use self::read::{Dump, DumpSummary, LayerDump, State, summary};
+pub use self::layer::{LayerDump, State};
+pub use self::read::{Dump, DumpSummary, summary};
 pub use self::write::{DumpJob, NewDump, is_done, write};
 use crate::corpus::Origin;
 use crate::disk::FolderKind;
@@ -102,14 +105,10 @@ pub fn is_layer_file(name: &str) -> bool {
     layer.is_some_and(|layer| layer_file(layer) == name)
 }
 
-/// Names of the sums over the queries of each block, in the layers' files of a shard: before rotation, and rotated to
-/// their own positions, f64 `[blocks,g,d,d]`; and of the numbers of queries, u64 `[blocks,g]`.
-const BLOCK_SUMS: [&str; 3] = ["sum_qq_pre", "sum_qq_rope", "count"];
-
 /// Describes the sums of one layer's file of a shard of `blocks` blocks.
 pub fn sum_specs(sizes: Sizes, blocks: usize) -> Vec<Spec> {
     let (g, d) = (sizes.n_kv_heads, sizes.head_dim);
-    let [pre, rope, count] = BLOCK_SUMS;
+    let [pre, rope, count] = layer::BLOCK_SUMS;
     vec![
         Spec::new::<f64>(pre, &[blocks, g, d, d]),
         Spec::new::<f64>(rope, &[blocks, g, d, d]),

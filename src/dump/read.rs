@@ -1,22 +1,19 @@
-//! Reads a dump: its origin, and the states of a layer, head by head.
+//! Opens a dump: one folder, or the folders of all its shards.
 
 use std::collections::BTreeMap;
-use std::fs::File;
-use std::ops::Range;
-use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
 
-use ndarray::{Array2, Array3};
 use serde_json::json;
 
+use super::layer::{LayerDump, LayerFile};
 use super::moments::Moments;
+use super::shards::{check_shards, join_blocks};
 use super::{
-    BLOCK_SUMS, DumpManifest, DumpOptions, FORMAT, MANIFEST, MAX_SHARDS, MOMENTS, Shard, TOKENS, layer_file,
-    layer_specs, sum_specs,
+    DumpManifest, DumpOptions, FORMAT, MANIFEST, MAX_SHARDS, MOMENTS, Shard, TOKENS, layer_file, layer_specs,
+    sum_specs,
 };
-use crate::corpus::{Corpus, CorpusManifest, Origin};
+use crate::corpus::{Corpus, Origin};
 use crate::error::{Error, Result};
-use crate::float::Float;
 use crate::interrupt;
 use crate::model::Sizes;
 use crate::model::fields::read_json;
@@ -43,13 +40,13 @@ pub struct Dump {
 }
 
 /// One folder of a dump.
-struct Part {
-    dir: PathBuf,
-    manifest: DumpManifest,
+pub(super) struct Part {
+    pub dir: PathBuf,
+    pub manifest: DumpManifest,
     /// Its own tokens: those of the shard.
-    ids: Vec<u32>,
-    block_start: Vec<u32>,
-    held_out: Vec<u8>,
+    pub ids: Vec<u32>,
+    pub block_start: Vec<u32>,
+    pub held_out: Vec<u8>,
 }
 
 impl Dump {
@@ -67,7 +64,8 @@ impl Dump {
             .first()
             .ok_or_else(|| Error::usage("no dump folder given"))?;
         let (origin, options) = (first.manifest.origin.clone(), first.manifest.options);
-        let (kept, corpus) = join_blocks(&parts, &origin.calibration).map_err(|what| first.invalid(what))?;
+        let (kept, corpus) =
+            join_blocks(&parts, &origin.calibration).map_err(|what| invalid(&first.dir, what))?;
         Ok(Self {
             sizes: origin.model.sizes,
             n: kept.len(),
@@ -130,22 +128,12 @@ impl Dump {
         let mut open = |part: &Part| {
             let store = part.open_intact(&name)?;
             part.check_layer(&store)?;
-            let path = part.dir.join(&name);
-            let file = File::open(&path).map_err(|e| Error::io(&path, "open", &e))?;
             let rows = first..first + part.ids.len();
             first = rows.end;
-            Ok(LayerFile {
-                store,
-                file,
-                rows,
-                blocks: part.block_start.len() - 1,
-            })
+            LayerFile::new(store, rows, part.block_start.len() - 1)
         };
-        Ok(LayerDump {
-            files: self.parts.iter().map(&mut open).collect::<Result<_>>()?,
-            sizes: self.sizes,
-            dtype: self.options.dtype,
-        })
+        let files = self.parts.iter().map(&mut open).collect::<Result<_>>()?;
+        Ok(LayerDump::new(files, self.sizes, self.options.dtype))
     }
 
     /// Returns the sums over the queries of every layer, from the sums of every block.
@@ -168,11 +156,7 @@ impl Part {
     /// Opens a folder and checks its manifest and tokens, each for itself.
     fn open(dir: &Path) -> Result<Self> {
         let manifest = read_manifest(dir)?;
-        let path = dir.join(MANIFEST);
-        let invalid = |what: &str| {
-            let error = Error::failed(format!("{}: {what}", path.display()));
-            error.hint("recreate the dump with this version of kvsmith")
-        };
+        let invalid = |what: &str| invalid(dir, what);
         let sizes = manifest.origin.model.sizes;
         sizes.check().map_err(|e| invalid(&e.to_string()))?;
         let tokens = open_intact(dir, TOKENS, &manifest.files)?;
@@ -230,11 +214,12 @@ impl Part {
     fn open_intact(&self, name: &str) -> Result<Store> {
         open_intact(&self.dir, name, &self.manifest.files)
     }
+}
 
-    fn invalid(&self, what: &str) -> Error {
-        let error = Error::failed(format!("{}: {what}", self.dir.join(MANIFEST).display()));
-        error.hint("recreate the dump with this version of kvsmith")
-    }
+/// Makes the error for a folder whose files are not those of a dump.
+fn invalid(dir: &Path, what: &str) -> Error {
+    let error = Error::failed(format!("{}: {what}", dir.join(MANIFEST).display()));
+    error.hint("recreate the dump with this version of kvsmith")
 }
 
 /// Reads the manifest of a complete dump, or of one of its shards.
@@ -250,10 +235,7 @@ pub(super) fn read_manifest(dir: &Path) -> Result<DumpManifest> {
             ),
         );
     }
-    let invalid = |what: &str| {
-        let error = Error::failed(format!("{}: {what}", path.display()));
-        error.hint("recreate the dump with this version of kvsmith")
-    };
+    let invalid = |what: &str| invalid(dir, what);
     let manifest = read_json(&path)?;
     if manifest.get("format") != Some(&json!(FORMAT)) {
         return Err(invalid(&format!("not a dump of format {FORMAT}")));
@@ -309,271 +291,4 @@ fn open_intact(dir: &Path, name: &str, files: &BTreeMap<String, FileDigest>) -> 
         return Err(error.hint("the file is damaged or belongs to another dump; recreate the dump"));
     }
     Store::open(&path)
-}
-
-/// Checks that folders, sorted by shard, are one dump, or all shards of one dump.
-fn check_shards(parts: &[Part]) -> Result<()> {
-    let [first, others @ ..] = parts else {
-        return Ok(());
-    };
-    let Some(shard) = &first.manifest.shard else {
-        let Some(other) = others.first() else {
-            return Ok(());
-        };
-        let error = Error::failed(format!(
-            "{} and {} are not shards of one dump",
-            first.dir.display(),
-            other.dir.display()
-        ));
-        return Err(error.hint("give one dump folder, or all folders of `kvsmith dump --shard I/N`"));
-    };
-    for other in others {
-        let (a, b) = (&first.manifest, &other.manifest);
-        let count = |manifest: &DumpManifest| manifest.shard.as_ref().map(|shard| shard.count);
-        for (what, same) in [
-            ("the model", a.origin.model == b.origin.model),
-            ("the text", a.origin.calibration == b.origin.calibration),
-            ("the version of kvsmith", a.tool_version == b.tool_version),
-            ("the device", a.device == b.device),
-            (
-                "--queries, --values, --dtype or --wrope-position",
-                a.options == b.options,
-            ),
-            ("the number of shards", count(a) == count(b)),
-        ] {
-            if !same {
-                let error = Error::failed(format!(
-                    "{} and {} are of different dumps: {what} differs",
-                    first.dir.display(),
-                    other.dir.display()
-                ));
-                return Err(error.hint(again(b, "SHARD")));
-            }
-        }
-    }
-    let indices = parts
-        .iter()
-        .flat_map(|part| &part.manifest.shard)
-        .map(|of| of.index);
-    let indices: Vec<usize> = indices.collect();
-    if let Some(i) = indices.windows(2).position(|pair| pair[0] == pair[1]) {
-        let [a, b] = [&parts[i].dir, &parts[i + 1].dir].map(|dir| dir.display());
-        let error = Error::failed(format!(
-            "{a} and {b} are both shard {}/{}",
-            indices[i], shard.count
-        ));
-        return Err(error.hint("give each shard once"));
-    }
-    let missing = || (0..shard.count).filter(|index| indices.binary_search(index).is_err());
-    let Some(index) = missing().next() else {
-        return Ok(());
-    };
-    let named: Vec<String> = missing().take(8).map(|index| index.to_string()).collect();
-    let more = if missing().count() > named.len() {
-        ", .."
-    } else {
-        ""
-    };
-    let error = Error::failed(format!(
-        "{} of {} shards of the dump are missing: {}{more}",
-        missing().count(),
-        shard.count,
-        named.join(", ")
-    ));
-    Err(error.hint(again(&first.manifest, &format!("{index}/{}", shard.count))))
-}
-
-/// Says how to make a shard again.
-fn again(manifest: &DumpManifest, shard: &str) -> String {
-    let DumpOptions {
-        queries,
-        values,
-        dtype,
-        wrope_position,
-    } = manifest.options;
-    let text = &manifest.origin.calibration;
-    let flag = |given: bool, flag: &'static str| if given { flag } else { "" };
-    format!(
-        "make it with `kvsmith dump --model DIR TEXT{}{} --dtype {} --wrope-position {wrope_position} --seq-len {} --seed {} --shard {shard} -o DIR`, and the same model and text as for the others",
-        flag(queries, " --queries"),
-        flag(values, " --values"),
-        dtype.name().to_lowercase(),
-        text.seq_len,
-        text.seed,
-    )
-}
-
-/// Joins the tokens of all parts, and checks them against the manifest.
-fn join_blocks(
-    parts: &[Part],
-    text: &CorpusManifest,
-) -> std::result::Result<(Vec<bool>, Corpus), &'static str> {
-    let (mut ids, mut block_start, mut held_out) = (Vec::new(), vec![0], Vec::new());
-    for part in parts {
-        let blocks = block_start.len() - 1..block_start.len() + part.block_start.len() - 2;
-        if part
-            .manifest
-            .shard
-            .as_ref()
-            .is_some_and(|shard| shard.blocks != blocks)
-        {
-            return Err("`shard` does not match tokens.safetensors");
-        }
-        let first = u32::try_from(ids.len()).map_err(|_| "the shards have more than 2^32 tokens")?;
-        let starts = part.block_start[1..].iter().map(|start| start.checked_add(first));
-        let starts: Option<Vec<u32>> = starts.collect();
-        block_start.extend(starts.ok_or("the shards have more than 2^32 tokens")?);
-        ids.extend_from_slice(&part.ids);
-        held_out.extend_from_slice(&part.held_out);
-    }
-    let corpus = Corpus {
-        ids,
-        block_start,
-        held_out: text.held_out.clone(),
-        seq_len: text.seq_len,
-        seed: text.seed,
-    };
-    let kept: Vec<bool> = held_out.iter().map(|held_out| *held_out == 0).collect();
-    match corpus.is_consistent() && corpus.manifest() == *text && corpus.kept() == kept {
-        true => Ok((kept, corpus)),
-        false => Err("`calibration` does not match tokens.safetensors"),
-    }
-}
-
-/// The kinds of states of a layer.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum State {
-    /// Pre-RoPE keys.
-    KPre,
-    /// Pre-RoPE queries.
-    QPre,
-    /// Values.
-    V,
-}
-
-/// The states of one layer, which are read head by head.
-pub struct LayerDump {
-    files: Vec<LayerFile>,
-    sizes: Sizes,
-    dtype: Float,
-}
-
-/// The file of a layer in one folder.
-struct LayerFile {
-    /// The header of the file, which tells where the tensors are.
-    store: Store,
-    file: File,
-    /// Its rows among those of all folders.
-    rows: Range<usize>,
-    /// Number of its blocks.
-    blocks: usize,
-}
-
-impl LayerDump {
-    /// Reads rows `first..first + count` of one head of a state, as f32: `[count, d]`.
-    ///
-    /// # Errors
-    /// The dump does not keep this state, or a value is not finite.
-    pub fn read(&self, state: State, head: usize, first: usize, count: usize) -> Result<Array2<f32>> {
-        let d = self.sizes.head_dim;
-        let mut values = vec![0.0; count * d];
-        for file in &self.files {
-            let rows = file.rows.start.max(first)..file.rows.end.min(first + count);
-            if !rows.is_empty() {
-                let own = rows.start - file.rows.start..rows.end - file.rows.start;
-                let values = &mut values[(rows.start - first) * d..(rows.end - first) * d];
-                file.read(state, head, own, self.dtype, values)?;
-            }
-        }
-        Ok(Array2::from_shape_vec((count, d), values)?)
-    }
-
-    /// Adds up the sums over the queries of all blocks, in their order.
-    ///
-    /// # Errors
-    /// The files are not those of shards; a sum is not finite.
-    pub fn sums(&self) -> Result<QuerySums> {
-        let Sizes {
-            n_kv_heads: g,
-            head_dim: d,
-            ..
-        } = self.sizes;
-        let mut sums = QuerySums::new(g, d);
-        for file in &self.files {
-            file.add_sums(&mut sums)?;
-        }
-        Ok(sums)
-    }
-}
-
-impl LayerFile {
-    /// Reads rows of one head of a state.
-    fn read(
-        &self,
-        state: State,
-        head: usize,
-        rows: Range<usize>,
-        dtype: Float,
-        values: &mut [f32],
-    ) -> Result<()> {
-        let name = match state {
-            State::KPre => "k_pre",
-            State::QPre => "q_pre",
-            State::V => "v",
-        };
-        let start = self.store.data_start(name).ok_or_else(|| {
-            Error::failed(format!("the dump contains no `{name}`"))
-                .hint("recreate the dump with --queries and --values")
-        })?;
-        let d = values.len() / rows.len();
-        let row = d * dtype.bytes();
-        let mut bytes = vec![0; rows.len() * row];
-        self.file
-            .read_exact_at(
-                &mut bytes,
-                (start + (head * self.rows.len() + rows.start) * row) as u64,
-            )
-            .map_err(|e| Error::io(self.store.path(), "read", &e))?;
-        dtype.read(&bytes, values);
-        if let Some(i) = values.iter().position(|v| !v.is_finite()) {
-            return Err(Error::failed(format!(
-                "{}: `{name}` of head {head} contains a NaN or infinite value in row {}",
-                self.store.path().display(),
-                rows.start + i / d
-            ))
-            .hint("recreate the dump with --dtype f32; it is damaged, or its dtype has too small a range for this model"));
-        }
-        Ok(())
-    }
-
-    /// Adds the sums of every block.
-    fn add_sums(&self, sums: &mut QuerySums) -> Result<()> {
-        let (g, d, _) = sums.pre.dim();
-        let [pre, rope, count] = BLOCK_SUMS;
-        let blocks = self.blocks;
-        let read = |name: &str| self.store.read::<f64>(name, &[blocks, g, d, d]);
-        let (pre, rope) = (read(pre)?, read(rope)?);
-        let counts: Vec<u64> = self.store.read(count, &[blocks, g])?;
-        if pre.iter().chain(&rope).any(|v| !v.is_finite()) {
-            let what = format!(
-                "{}: a sum over queries is NaN or infinite",
-                self.store.path().display()
-            );
-            return Err(
-                Error::failed(what).hint("recreate the shard; if the error persists, the model overflows")
-            );
-        }
-        let of = |values: &[f64], i: usize| {
-            let values = values[i * g * d * d..(i + 1) * g * d * d].to_vec();
-            Array3::from_shape_vec((g, d, d), values)
-        };
-        for i in 0..blocks {
-            sums.add(&QuerySums {
-                pre: of(&pre, i)?,
-                rope: of(&rope, i)?,
-                count: counts[i * g..(i + 1) * g].to_vec(),
-            });
-        }
-        Ok(())
-    }
 }

@@ -6,11 +6,12 @@ use std::path::{Path, PathBuf};
 use ndarray::{Array3, ArrayView3, Axis};
 use serde_json::{Value, json};
 
+use super::layer::BLOCK_SUMS;
 use super::moments::Moments;
 use super::read::read_manifest;
 use super::{
-    BLOCK_SUMS, DumpManifest, DumpOptions, FORMAT, MANIFEST, MOMENTS, Shard, TOKENS, UNFINISHED, layer_file,
-    layer_specs, sum_specs,
+    DumpManifest, DumpOptions, FORMAT, MANIFEST, MOMENTS, Shard, TOKENS, UNFINISHED, layer_file, layer_specs,
+    sum_specs,
 };
 use crate::capture::Capture;
 use crate::compute::device::Device;

@@ -129,6 +129,8 @@ pub struct Found {
     pub problems: Vec<String>,
     /// The first shard or file, to which the others are compared: its name, model and text.
     first: Option<(String, Value)>,
+    /// The first shard: its name, options and number of shards.
+    first_shard: Option<(String, Value)>,
 }
 
 impl Found {
@@ -174,6 +176,12 @@ impl Found {
             return;
         };
         self.compare(path, &json!(summary.origin));
+        let (name, options) = (path.display().to_string(), json!([summary.options, shard.count]));
+        let (first, other) = self.first_shard.get_or_insert((name.clone(), options.clone()));
+        if *other != options {
+            let what = format!("{name} and {first} have different options or numbers of shards");
+            self.problems.push(what);
+        }
         self.shards.push(FoundShard {
             index: shard.index,
             count: shard.count,
