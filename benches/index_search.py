@@ -70,9 +70,9 @@ def nearest(x, words):
 
 
 class Space:
-    """Coordinates z = (k - mean) L V of keys. Products with y = q L^-T V are scores in them."""
+    """Coordinates z = (k - mean) L V of keys. Products with y = q L^-T V are scores in them. V has `directions` columns, or d."""
 
-    def __init__(self, keys, moment, metric=True, principal=True):
+    def __init__(self, keys, moment, metric=True, principal=True, directions=None):
         d = keys.shape[1]
         self.mean = keys.mean(0)
         factor = np.eye(d)
@@ -83,6 +83,8 @@ class Space:
             axes = np.linalg.eigh(z.T @ z)[1][:, ::-1]
         else:
             axes = np.linalg.qr(np.random.default_rng(1).normal(size=(d, d)))[0]
+        axes = axes[:, :directions]
+        self.variances = ((z @ axes) ** 2).mean(0)
         self.keys = (factor @ axes).astype(np.float32)
         self.queries = (np.linalg.inv(factor).T @ axes / np.sqrt(d)).astype(np.float32)
 
@@ -90,30 +92,86 @@ class Space:
         return (keys - self.mean) @ self.keys
 
 
-class Quantiser:
-    """Words of m groups in one or two stages; the second stage encodes the residual of the first."""
+def in_turn(variances, m):
+    """Deals channels to m groups in turn, the largest variance first."""
+    return [np.arange(j, len(variances), m) for j in range(m)]
 
-    def __init__(self, space, keys, m, words, stages=1, weights=None):
-        self.space, self.m, self.stages = space, m, []
+
+def with_equal_bits(variances, m, bits):
+    """Deals channels to m groups of one size, the next always to the group that needs the fewest bits so far.
+
+    A channel needs log2(variance / level) / 2 bits, at least 0; the level is such that all channels need `bits`.
+    """
+    low, high = 1e-12 * variances.max(), variances.max()
+    for _ in range(100):
+        level = np.sqrt(low * high)
+        needed = np.maximum(np.log2(np.maximum(variances, low) / level) / 2, 0)
+        low, high = (level, high) if needed.sum() > bits else (low, level)
+    groups, load = [[] for _ in range(m)], np.zeros(m)
+    for i, need in enumerate(needed):
+        open_groups = [j for j in range(m) if len(groups[j]) < len(variances) / m]
+        j = min(open_groups, key=lambda j: load[j])
+        groups[j].append(i)
+        load[j] += need
+    return [np.array(group) for group in groups]
+
+
+class Quantiser:
+    """Words of m groups in one or two stages; the second stage encodes the residual of the first.
+
+    `jointly`: a key gets the pair of words of both stages whose sum is nearest, and the words are the means for these pairs.
+    """
+
+    def __init__(self, space, keys, m, words, stages=1, weights=None, deal=in_turn, jointly=False):
+        self.space, self.m, self.stages, self.jointly = space, m, [], False
+        self.groups = deal(space.variances, m)
         left = space.z(keys)
         for _ in range(stages):
-            stage = [kmeans(left[:, j::m], words, weights) for j in range(m)]
+            stage = [kmeans(left[:, group], words, weights) for group in self.groups]
             self.stages.append(stage)
             self.encode_stage(left, stage)
         self.bits = [m * int(np.log2(words))] * stages
-        d = keys.shape[1]
-        self.fixed = 2 * words * d * stages + 4 * d * d
+        if jointly:
+            self.jointly = True
+            self.refit(space.z(keys))
+        d, directions = space.keys.shape
+        self.fixed = 2 * directions * (words * stages + d)
+
+    def refit(self, z, passes=5):
+        """Alternates between the nearest pairs of words and the words that are best for them."""
+        for _ in range(passes):
+            codes = self.encode_pairs(z)
+            for j, group in enumerate(self.groups):
+                for own, other in ((0, 1), (1, 0)):
+                    words, numbers = self.stages[own][j], codes[own][j]
+                    left = z[:, group] - self.stages[other][j][codes[other][j]]
+                    counts = np.bincount(numbers, minlength=len(words))
+                    used = counts > 0
+                    for c in range(words.shape[1]):
+                        sums = np.bincount(numbers, left[:, c], minlength=len(words))
+                        words[used, c] = sums[used] / counts[used]
+
+    def encode_pairs(self, z):
+        codes = [[], []]
+        for group, first, second in zip(self.groups, *self.stages):
+            pairs = (first[:, None] + second[None]).reshape(-1, first.shape[1])
+            code = nearest(z[:, group], pairs)
+            codes[0].append(code // len(second))
+            codes[1].append(code % len(second))
+        return codes
 
     def encode_stage(self, left, stage):
         codes = []
-        for j, words in enumerate(stage):
-            code = nearest(left[:, j :: self.m], words)
-            left[:, j :: self.m] -= words[code]
+        for group, words in zip(self.groups, stage):
+            code = nearest(left[:, group], words)
+            left[:, group] -= words[code]
             codes.append(code)
         return codes
 
     def encode(self, keys):
         left = self.space.z(keys)
+        if self.jointly:
+            return self.encode_pairs(left)
         return [self.encode_stage(left, stage) for stage in self.stages]
 
     def scores(self, q, codes):
@@ -122,8 +180,8 @@ class Quantiser:
         sums = np.repeat((q @ self.space.mean / np.sqrt(q.shape[1]))[:, None], len(codes[0][0]), 1)
         out = []
         for stage, code in zip(self.stages, codes):
-            for j, (words, numbers) in enumerate(zip(stage, code)):
-                sums = sums + (y[:, j :: self.m] @ words.T)[:, numbers]
+            for group, words, numbers in zip(self.groups, stage, code):
+                sums = sums + (y[:, group] @ words.T)[:, numbers]
             out.append(sums)
         return out
 
@@ -154,12 +212,17 @@ def indexes(keys, moment, weights):
     space = Space(keys, moment)
     no_metric = Space(keys, moment, metric=False)
     no_principal = Space(keys, moment, principal=False)
+    half, quarter = (Space(keys, moment, directions=keys.shape[1] // part) for part in (2, 4))
     out = {
         "256 words, 8 groups": Quantiser(space, keys, 8, 256),
         "256 words, 4 groups": Quantiser(space, keys, 4, 256),
         "16 words, 16 groups": Quantiser(space, keys, 16, 16),
         "16 words, 8 groups": Quantiser(space, keys, 8, 16),
         "16 words, 8 groups, two stages": Quantiser(space, keys, 8, 16, 2),
+        "the same of half of the directions": Quantiser(half, keys, 8, 16, 2),
+        "half, dealt to equal bits": Quantiser(half, keys, 8, 16, 2, deal=lambda variances, m: with_equal_bits(variances, m, 64)),
+        "half, encoded by pairs of words": Quantiser(half, keys, 8, 16, 2, jointly=True),
+        "the same of a quarter of the directions": Quantiser(quarter, keys, 8, 16, 2),
         "the same without the metric": Quantiser(no_metric, keys, 8, 16, 2),
         "the same, random rotation": Quantiser(no_principal, keys, 8, 16, 2),
         "256 words of all channels, two stages": Quantiser(space, keys, 1, 256, 2),
@@ -199,6 +262,18 @@ class Step:
             done = max(done, count)
             losses.append(((out / mass[:, None] - self.out) ** 2).sum())
         return np.array(losses)
+
+    def keys_first(self, first, second, count, more):
+        """Returns the error if keys are read for (1 + more) count positions, and values for the best (1 - more) of them.
+
+        The bytes are those of count positions with both.
+        """
+        keys = self.candidates[self.refined(first, second, int((1 + more) * count))[: int((1 + more) * count)]]
+        known = np.concatenate([self.scores[:, self.static], self.scores[:, keys]], 1)
+        mass = softmax(known)[:, len(self.static) :].sum(0)
+        chosen = np.r_[self.static, keys[np.argsort(-mass, kind="stable")[: int((1 - more) * count)]]]
+        p = self.p[:, chosen]
+        return ((p @ self.values[chosen] / p.sum(1, keepdims=True) - self.out) ** 2).sum()
 
     def refined(self, first, second, count, factor=4):
         """Returns the candidates ranked by both stages; the second scores only the best of the first."""
@@ -281,6 +356,10 @@ def measure(table, layer, step, estimates, bits_and_fixed):
         losses = [step.losses(step.refined(*stages, k), [k])[0] for k in counts]
         rescored = 4 * bits[1] / 8 / table.row
         table.add(layer, f"{name}, the best 4 B by both", np.array(losses), bits[:1], fixed, rescored)
+        if name == "the same of half of the directions":
+            for more in (0.25, 0.5):
+                losses = [step.keys_first(*stages, k, more) for k in counts]
+                table.add(layer, f"half, {more:.0%} more keys than values", np.array(losses), bits[:1], fixed, rescored)
 
 
 def attention_of(keys, queries, blocks):

@@ -58,11 +58,11 @@ def scores(tensors, layer, head, queries, turns):
     return y @ (tensors["a2ats.codebook"][layer, head].astype(np.float64) + tensors["a2ats.mean"][layer, head]).T
 
 
-def deal(u, groups):
-    """Channels of the groups: [n, d] to [n, m, ceil(d / m)], channel j + i m as channel i of group j."""
+def deal(u, groups, width):
+    """Channels of the groups: [n, d] to [n, m, width], channel j + i m as channel i of group j, or 0 beyond d."""
     n, d = u.shape
-    width = -(-d // groups)
-    padded = np.pad(u, ((0, 0), (0, width * groups - d)))
+    used = min(d, width * groups)
+    padded = np.pad(u[:, :used], ((0, 0), (0, width * groups - used)))
     return padded.reshape(n, width, groups).swapaxes(1, 2)
 
 
@@ -70,9 +70,9 @@ def wpq(tensors, params, layer, head, keys, queries):
     """Codes [stages, n, m] and scores [r, n] of rotated keys [n, d] for rotated queries [r, d]."""
     chol, rotation, mean, words = (
         tensors[f"wpq.{name}"][layer, head].astype(np.float64) for name in ("chol", "rotation", "mean", "codebook"))
-    left = deal((keys - mean) @ chol @ rotation, params["groups"])
+    left = deal((keys - mean) @ chol @ rotation, params["groups"], words.shape[-1])
     query_map = np.linalg.solve(chol.T, rotation).astype(np.float16).astype(np.float64)
-    y = deal(queries @ query_map, params["groups"])
+    y = deal(queries @ query_map, params["groups"], words.shape[-1])
     codes, score = [], (queries @ mean)[:, None]
     groups = np.arange(params["groups"])
     for stage in words:

@@ -21,6 +21,8 @@ TOKENS = 40_960
 # Nothing was fitted to these texts, blocks and questions.
 BLOCKS = 20
 TASK_SEED = 20263
+# Texts of eight questions each, by length.
+TEXTS = {4096: 50, 8192: 25}
 
 HEADER = """# What the methods lose
 
@@ -80,53 +82,65 @@ class Results(Lab):
         options = ["--artifact", first, *against, "--tokens", text, "--max-tokens", 10**9, "--seq-len", size, "--methods", methods, *options]
         return self.eval(name, options, [text, first, *others], kv)
 
+    def dump(self):
+        """Capture the calibration text of the artifact."""
+        text, dump = self.out / "main.tokens.json", self.out / "dump"
+        self.once(dump / "manifest.json", ["dump", "--model", self.real / "model", "--tokens", text, "--max-tokens", 10**9,
+                                           "--seq-len", 8192, "--holdout", 0.1, "--queries", "-o", dump, "--overwrite"], [text])
+        return dump
+
+    def section(self, name, command, options):
+        """Fit a section to the calibration text."""
+        dump, path = self.dump(), self.out / f"{name}.safetensors"
+        return self.once(path, [command, "--dump", dump, *options, "-o", path, "--overwrite"], [dump / "manifest.json"])
+
+    def codebook(self, name, options):
+        return self.section(f"a2ats-{name}", "codebook", ["--size", 1024, *options])
+
+    def forms(self):
+        """Fit the other forms of two sections that are measured beside the defaults."""
+        return [self.codebook("windowed-buckets", ["--positions", "buckets"]), self.section("wpq-all", "wpq", ["--wpq-directions", "all"])]
+
     def texts(self):
         """Evaluate every method at two shares of the bytes."""
-        return self.measure("text", self.blocks("handbook", 3072, BLOCKS), METHODS, ["--reads", "0.1,0.2", "--decode", 24])
+        documents = self.blocks("handbook", 3072, BLOCKS)
+        return self.measure("text", documents, METHODS, ["--reads", "0.1,0.2", "--decode", 24], [self.main, *self.forms()])
 
     def long(self):
         """Evaluate the methods that can read 10 % of the bytes, at the longest context of the model."""
         half = BLOCKS // 2
         documents = self.blocks("handbook", 8192, half)
         documents += self.blocks("python", 8192, BLOCKS - len(documents))
-        return self.measure("long", documents, "topk,wpq,selfindex,lfps,a2ats,quest,snapkv,streaming", ["--reads", "0.1", "--decode", 16])
+        flags, methods = ["--reads", "0.05,0.1", "--decode", 16], "topk,wpq,selfindex,lfps,a2ats,quest,snapkv,streaming"
+        long = self.measure("long", documents, methods, flags, [self.main, *self.forms()])
+        other = self.measure("long-theta", documents, "lfps", [*flags, "--lfps-theta", 1])
+        long["rows"] += [row | {"artifact": "lfps-theta"} for row in other["rows"] if row["method"] == "lfps"]
+        return long
 
-    def questions(self):
-        """Ask eight questions about each of 25 texts."""
-        path = self.out / "questions.jsonl"
+    def questions(self, length):
+        """Ask eight questions about each text of a length, with the best options of every method."""
+        path, texts = self.out / f"questions-{length}.jsonl", TEXTS[length]
         run([sys.executable, Path(__file__).with_name("tasks.py"), "--haystack", self.real / "text" / "handbook-heldout.txt",
-             "--lengths", "4096", "--tasks", "turns", "--per-task", "25", "--seed", TASK_SEED,
+             "--lengths", length, "--tasks", "turns", "--per-task", texts, "--seed", TASK_SEED,
              "--tokenizer", self.real / "model" / "tokenizer.json", "-o", path])
-        options = ["--artifact", self.main, "--needles", path, "--methods", "topk,wpq,selfindex,lfps,snapkv", "--reads", "0.1"]
-        return self.eval("questions", options, [path, self.main])
+        options = ["--artifact", self.main, "--needles", path, "--methods", "topk,wpq,selfindex,lfps,snapkv", "--reads", "0.1", "--lfps-theta", 1]
+        return self.eval(f"questions-{length}", options, [path, self.main])
 
     def codebooks(self):
         """Fit the codebooks of a2ats with each other combination of rotation and metric, and with buckets, from one dump."""
-        dump, moments = self.out / "dump", self.out / "moments-standard.safetensors"
-        text = self.out / "main.tokens.json"
-        manifest = dump / "manifest.json"
-        self.once(manifest, ["dump", "--model", self.real / "model", "--tokens", text, "--max-tokens", 10**9, "--seq-len", 8192,
-                             "--holdout", 0.1, "--queries", "-o", dump, "--overwrite"], [text])
-        self.once(moments, ["moments", "--dump", dump, "--rope", "standard", "-o", moments, "--overwrite"], [manifest])
-
-        def fit(name, options):
-            path = self.out / f"a2ats-{name}.safetensors"
-            return self.once(path, ["codebook", "--dump", dump, "--size", 1024, *options, "-o", path, "--overwrite"], [manifest])
-
+        dump, moments = self.dump(), self.out / "moments-standard.safetensors"
+        self.once(moments, ["moments", "--dump", dump, "--rope", "standard", "-o", moments, "--overwrite"], [dump / "manifest.json"])
         return [
-            fit("windowed-plain", ["--metric", "plain"]),
-            fit("standard-query-aware", ["--moments", moments]),
-            fit("standard-plain", ["--moments", moments, "--metric", "plain"]),
-            fit("windowed-buckets", ["--positions", "buckets"]),
+            self.codebook("windowed-plain", ["--metric", "plain"]),
+            self.codebook("standard-query-aware", ["--moments", moments]),
+            self.codebook("standard-plain", ["--moments", moments, "--metric", "plain"]),
+            self.codebook("windowed-buckets", ["--positions", "buckets"]),
         ]
 
     def ablations(self):
         """Evaluate every part of a method that a claim is about, at the papers' usual budget."""
         documents = self.blocks("python", 2048, BLOCKS)
-        others = self.codebooks()
-        dump = self.out / "dump"
-        few = self.out / "wpq-32.safetensors"
-        self.once(few, ["wpq", "--dump", dump, "--wpq-bits", 32, "-o", few, "--overwrite"], [dump / "manifest.json"])
+        others = [*self.codebooks(), self.section("wpq-32", "wpq", ["--wpq-bits", 32])]
         steps = ["--budgets", "0.06", "--decode", 24]
 
         def of(name, methods, flags, artifacts=None, kv="bf16"):
@@ -135,7 +149,7 @@ class Results(Lab):
         turns = ["--budgets", "0.06", "--turns", 8, "--decode", 8, "--ct-keep"]
         signs = {"full": [], "plain": ["--plain-keys"], "signs": ["--sign-centroids", "signs"], "all-2bit": ["--sign-full", 0]}
         return {
-            "base": of("base", "topk,a2ats,selfindex,lfps,ctkvr,wpq", [], [self.main, *others, few]),
+            "base": of("base", "topk,a2ats,selfindex,lfps,ctkvr,wpq", [], [self.main, *others]),
             "one": of("one", "selfindex,lfps,ctkvr", ["--sign-centroids", "hybrid", "--lfps-prior", 0, "--ct-choose", "even"]),
             "two": of("two", "selfindex,lfps,ctkvr", ["--sign-centroids", "signs", "--lfps-theta", 1, "--ct-choose", "random"]),
             "three": of("three", "lfps,ctkvr", ["--lfps-rows", 0, "--ct-choose", "first"]),

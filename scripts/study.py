@@ -84,7 +84,7 @@ def without_data(tensors, manifest, draw):
             _, groups, count, width = words.shape[2:]
             power = (words[layer, head, 0] ** 2).mean(1) + (words[layer, head, 1] ** 2).mean(1)
             channels = power.T.reshape(-1)[:d]
-            size[layer, head] = np.sqrt((back**2 @ channels).mean())
+            size[layer, head] = np.sqrt((back[:, : channels.size] ** 2 @ channels).mean())
     signs = np.array([[1 if p >> i & 1 else -1 for i in range(4)] for p in range(16)])
     rotations = np.linalg.qr(draw.standard_normal((layers, heads, d, d)))[0]
     tensors["wpq.rotation"] = rotations.astype(np.float32)
@@ -92,7 +92,7 @@ def without_data(tensors, manifest, draw):
     tensors["wpq.mean"] = np.zeros_like(tensors["wpq.mean"])
     patterns = LEVEL * size[:, :, None, None, None, None] * signs
     tensors["wpq.codebook"] = np.broadcast_to(patterns, (layers, heads, 1, 16, 16, 4)).astype(np.float16)
-    manifest["sections"]["wpq"] |= {"stages": 1, "groups": 16}
+    manifest["sections"]["wpq"] |= {"stages": 1, "groups": 16, "directions": d}
 
 
 class Study(Lab):

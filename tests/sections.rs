@@ -26,6 +26,7 @@ fn fit(kind: &dyn SectionKind) -> Box<dyn Fit> {
         block_start: &[0, 4000, 9000],
         seq_len: 5000,
         windows: &[None; 3],
+        head_dim: 8,
         kept: &[true; 9000],
         log: Log {
             verbosity: Verbosity::Quiet,

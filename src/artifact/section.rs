@@ -128,6 +128,8 @@ pub struct FitInput<'a> {
     pub kept: &'a [bool],
     /// The sliding window of every layer.
     pub windows: &'a [Option<usize>],
+    /// Number of channels per head, d.
+    pub head_dim: usize,
     /// Receives warnings.
     pub log: Log,
 }

@@ -109,6 +109,7 @@ impl Settings {
             seq_len: text.seq_len,
             kept,
             windows: &config.windows,
+            head_dim: config.sizes().head_dim,
             log,
         })
     }

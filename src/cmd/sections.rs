@@ -204,6 +204,7 @@ impl SectionCommand {
                 seq_len: dump.origin.calibration.seq_len,
                 kept: &dump.kept,
                 windows: &dump.origin.model.windows,
+                head_dim: dump.sizes.head_dim,
                 log: global.log(),
             },
         )?;

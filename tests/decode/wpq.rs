@@ -28,6 +28,8 @@ pub struct Special {
     stages: usize,
     groups: usize,
     words: usize,
+    /// Whether codes describe only half of the principal directions.
+    half: bool,
     /// Whether the cache is in 2 bits.
     packed: bool,
 }
@@ -40,6 +42,7 @@ pub fn cases() -> Vec<Case> {
             stages,
             groups,
             words,
+            half: false,
             packed: false,
         };
         let case = Case::new(name, sizes, n, 9, special);
@@ -54,6 +57,8 @@ pub fn cases() -> Vec<Case> {
         case("d80", [1, 2, 1, 80], [2, 4, 16], 500, share(0.2)),
         // Groups of three channels, some with an empty one.
         case("d20", [1, 1, 2, 20], usual, 300, share(0.1)),
+        case("half", [2, 2, 4, 64], usual, 700, share(0.1)).with(|s| s.half = true),
+        case("half_of_d20", [1, 1, 2, 20], usual, 300, share(0.1)).with(|s| s.half = true),
         case("full_group", [1, 1, 16, 96], usual, 400, share(0.05)),
         case("one_byte", [1, 2, 4, 64], [2, 2, 16], 400, share(0.1)),
         case("words_256", [1, 2, 6, 64], [1, 8, 256], 400, share(0.1)),
@@ -97,9 +102,11 @@ impl Quantiser {
             stages,
             groups,
             words: size,
+            half,
             ..
         } = *special;
-        let mut words = Array4::zeros((stages, groups, size, d.div_ceil(groups)));
+        let directions = if half { d / 2 } else { d };
+        let mut words = Array4::zeros((stages, groups, size, directions.div_ceil(groups)));
         for (stage, mut words) in words.outer_iter_mut().enumerate() {
             let factor = 1.0 / (1 + 2 * stage) as f32;
             words.mapv_inplace(|_: f32| f16::from_f32(factor * normal(rng)).to_f32());

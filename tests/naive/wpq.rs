@@ -260,7 +260,9 @@ pub fn check() {
             (2, 8, 16),
             (2, 2, 16),
         ];
-        let model = random_quantiser(place.head_dim, pick(rng, of), || noise(rng));
+        let (sizes, d) = (pick(rng, of), place.head_dim);
+        let directions = pick(rng, &[d, d, d.div_ceil(2)]);
+        let model = random_quantiser(d, directions, sizes, || noise(rng));
         (Wpq::new(model.head.clone()), model)
     };
     cases::<NaiveWpq>(100, make, |_| ());
@@ -269,10 +271,11 @@ pub fn check() {
 /// A random quantiser of `[stages, m, words]` with the program's form of it; some words of a group are equal.
 fn random_quantiser(
     d: usize,
+    directions: usize,
     (stages, m, size): (usize, usize, usize),
     mut normal: impl FnMut() -> f32,
 ) -> NaiveWpq {
-    let dim = d.div_ceil(m);
+    let dim = directions.div_ceil(m);
     let mut words = Array4::zeros((stages, m, size, dim));
     for (stage, mut words) in words.outer_iter_mut().enumerate() {
         words.mapv_inplace(|_: f32| 2.0 / (1 + 2 * stage) as f32 * normal());

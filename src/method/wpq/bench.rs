@@ -6,6 +6,7 @@ use ndarray::{Array1, Array2, Array4};
 use rand::{Rng, SeedableRng};
 use rand_chacha::ChaCha8Rng;
 
+use super::section::default_directions;
 use super::{HeadCodebook, Wpq, cuda};
 use crate::compute::signs::PATTERNS;
 use crate::error::Result;
@@ -49,7 +50,7 @@ impl Bench for WpqBench {
 fn codebook(d: usize, seed: u64) -> Result<HeadCodebook> {
     let groups = 2 * WIDTH;
     let mut rng = ChaCha8Rng::seed_from_u64(seed);
-    let shape = (2, groups, PATTERNS, d.div_ceil(groups));
+    let shape = (2, groups, PATTERNS, default_directions(d).div_ceil(groups));
     let words = Array4::from_shape_simple_fn(shape, || rng.r#gen::<f32>() * 2.0 - 1.0);
     let eye = Array2::eye(d);
     HeadCodebook::new(words.view(), Array1::zeros(d).view(), eye.view(), eye.view())

@@ -18,7 +18,7 @@ use crate::stats::kmeans::Codebook;
 use crate::stats::linalg;
 
 /// Rows per task of a projection.
-const ROWS: usize = 1024;
+pub(super) const ROWS: usize = 1024;
 
 /// The quantisers of every head.
 pub struct HeadCodebooks {
@@ -50,16 +50,21 @@ pub(super) fn channels(group: usize, dim: usize) -> Range<usize> {
 
 /// Returns the product of the Cholesky factor L and the principal directions V, with its columns dealt to the groups:
 /// `[d,m dim]`.
-pub(super) fn project(chol: ArrayView2<f32>, rotation: ArrayView2<f32>, groups: usize) -> Array2<f32> {
-    deal(&chol.mapv(f64::from).dot(&rotation.mapv(f64::from)), groups)
+pub(super) fn project(
+    chol: ArrayView2<f32>,
+    rotation: ArrayView2<f32>,
+    groups: usize,
+    dim: usize,
+) -> Array2<f32> {
+    deal(&chol.mapv(f64::from).dot(&rotation.mapv(f64::from)), groups, dim)
 }
 
-/// Deals columns to m groups: channel i of group j is column j + i m, or zero if there is no such column.
-fn deal(columns: &Array2<f64>, groups: usize) -> Array2<f32> {
-    let (rows, d) = columns.dim();
-    let dim = d.div_ceil(groups);
+/// Deals the first m dim columns to m groups: channel i of group j is column j + i m, or zero if there is no such
+/// column.
+fn deal(columns: &Array2<f64>, groups: usize, dim: usize) -> Array2<f32> {
+    let rows = columns.nrows();
     let mut out = Array2::zeros((rows, groups * dim));
-    for (i, column) in columns.columns().into_iter().enumerate() {
+    for (i, column) in columns.columns().into_iter().take(groups * dim).enumerate() {
         let mut to = out.column_mut(channels(i % groups, dim).start + i / groups);
         to.assign(&column.mapv(|v| v as f32));
     }
@@ -111,7 +116,7 @@ impl HeadCodebooks {
 
 impl HeadCodebook {
     /// Makes a quantiser from the words of every stage, `[stages,m,words,dim]` with 16 or 256 words per group, the mean
-    /// `[d]`, the Cholesky factor `[d,d]` and the principal directions `[d,d]`.
+    /// `[d]`, the Cholesky factor `[d,d]` and the principal directions `[d,d]`, of which the first m dim are used.
     ///
     /// # Errors
     /// The factor is singular, or so close to it that its inverse does not fit half precision.
@@ -121,7 +126,7 @@ impl HeadCodebook {
         chol: ArrayView2<f32>,
         rotation: ArrayView2<f32>,
     ) -> Result<Self> {
-        let m = words.len_of(Axis(1));
+        let (_, m, _, dim) = words.dim();
         let singular = || Error::failed("a Cholesky factor is singular").hint("recreate the section");
         let inverse = linalg::invert_lower(chol.mapv(f64::from).view())?.ok_or_else(singular)?;
         // With z = (k - mean) L V, q (k - mean)^T = q L^-T V z^T. Every step reads this map, whatever the context.
@@ -137,8 +142,8 @@ impl HeadCodebook {
         Ok(Self {
             stages: words.outer_iter().map(stage).collect(),
             mean: mean.to_owned(),
-            projection: project(chol, rotation, m),
-            query_map: deal(&query_map, m),
+            projection: project(chol, rotation, m, dim),
+            query_map: deal(&query_map, m, dim),
         })
     }
 

@@ -4,7 +4,7 @@ use half::f16;
 use ndarray::{Array1, Array2, Array3, ArrayView2, Axis, s};
 use serde_json::{Map, Value};
 
-use super::codebook::{channels, product, project, subtract};
+use super::codebook::{ROWS, channels, product, project, subtract};
 use super::section::{CHOL, CODEBOOK, MEAN, ROTATION, WpqParams, WpqQuality, WpqSection};
 use crate::artifact::{Fit, FitText, HeadDone, LayerPart, LayerStates, SectionKind, object};
 use crate::compute::cpu::row_mean;
@@ -73,6 +73,8 @@ struct HeadFit<'a> {
     rotation: Array2<f32>,
     /// The keys of the fit and the held-out keys, each in the channels of the groups, `[m,n,dim]`.
     rows: [Array3<f32>; 2],
+    /// Sums over the same keys of the squared norm in the directions that codes leave out.
+    left_out: [f64; 2],
 }
 
 impl<'a> HeadFit<'a> {
@@ -90,8 +92,13 @@ impl<'a> HeadFit<'a> {
         let mean = row_mean(kept.view());
         let [kept, held_out] = [kept, held_out].map(|keys| keys - &mean);
         let rotation = directions(states, kept.view(), &metric)?;
-        let projection = project(metric.chol.view(), rotation.view(), params.groups());
-        let rows = [kept, held_out].map(|keys| grouped(&keys, &projection, params.groups()));
+        let (m, dim) = (params.groups(), params.group_dim(mean.len()));
+        let projection = project(metric.chol.view(), rotation.view(), m, dim);
+        let beyond = metric
+            .chol
+            .dot(&rotation.slice(s![.., (m * dim).min(mean.len())..]));
+        let left_out = [&kept, &held_out].map(|keys| squares(keys, &beyond));
+        let rows = [kept, held_out].map(|keys| grouped(&keys, &projection, m));
         Ok(Self {
             params,
             states,
@@ -100,6 +107,7 @@ impl<'a> HeadFit<'a> {
             mean,
             rotation,
             rows,
+            left_out,
         })
     }
 
@@ -107,7 +115,8 @@ impl<'a> HeadFit<'a> {
     /// the layer's part.
     fn run(mut self, part: &mut LayerPart) -> Result<WpqQuality> {
         let (_, n, _) = self.rows[0].dim();
-        let variance = self.rows[0].iter().map(|x| f64::from(*x).powi(2)).sum::<f64>() / n as f64;
+        let described: f64 = self.rows[0].iter().map(|x| f64::from(*x).powi(2)).sum();
+        let variance = (described + self.left_out[0]) / n as f64;
         if !variance.is_finite() {
             return Err(Error::failed("a whitened key is NaN or infinite").hint(OUTLIERS));
         }
@@ -125,7 +134,7 @@ impl<'a> HeadFit<'a> {
         part.put(CHOL, &self.metric.chol.into_iter().collect::<Vec<_>>());
         part.put(ROTATION, &self.rotation.into_iter().collect::<Vec<_>>());
         let held_out = self.rows[1].len_of(Axis(1));
-        let [inertia, held_out_inertia] = last.inertia;
+        let [inertia, held_out_inertia] = [0, 1].map(|i| last.inertia[i] + self.left_out[i]);
         Ok(WpqQuality {
             inertia: inertia / n as f64,
             held_out_inertia: (held_out > 0).then(|| held_out_inertia / held_out as f64),
@@ -221,6 +230,18 @@ fn directions(states: &LayerStates, keys: ArrayView2<f32>, metric: &Metric) -> R
         column.assign(&vector.mapv(|v| (v * largest.signum()) as f32));
     }
     Ok(out)
+}
+
+/// Returns the sum of the squared entries of the product of rows and a map, in bounded memory.
+fn squares(rows: &Array2<f32>, by: &Array2<f32>) -> f64 {
+    let chunks = rows.axis_chunks_iter(Axis(0), ROWS);
+    let of = |rows| {
+        product(rows, by.view())
+            .iter()
+            .map(|x| f64::from(*x).powi(2))
+            .sum::<f64>()
+    };
+    chunks.map(of).sum()
 }
 
 /// Projects centred keys `[n,d]` to the channels of every group, `[m,n,dim]`.

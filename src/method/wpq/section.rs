@@ -12,7 +12,7 @@ use crate::artifact::{
     table,
 };
 use crate::error::{Error, Result};
-use crate::flags::parse_count;
+use crate::flags::{parse_count, parse_count_or_all};
 use crate::method::weak::worst_of;
 use crate::model::Sizes;
 use crate::stats::whiten::EPS;
@@ -30,6 +30,9 @@ pub const CHOL: &str = "wpq.chol";
 /// Principal directions of the whitened keys as columns, the largest variance first.
 pub const ROTATION: &str = "wpq.rotation";
 
+/// Channels from which on a head counts as wide.
+const WIDE: usize = 64;
+
 /// The value of `--wpq-bits` that leaves the section out.
 const NONE: &str = "none";
 
@@ -42,6 +45,10 @@ pub(super) struct WpqParams {
     pub words: usize,
     /// Number of stages, one or two. The second encodes what the first leaves of a key.
     pub stages: usize,
+    /// Number of principal directions that codes describe, from the largest variance down; `None` (in artifacts of
+    /// earlier versions): all.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub directions: Option<usize>,
     /// Maximum number of k-means passes.
     pub iterations: usize,
     /// The seed of k-means, per layer, head, stage and group.
@@ -57,7 +64,7 @@ impl WpqParams {
     /// Returns the number of channels per group for keys of `d` channels. In some groups, the last channel may stay
     /// empty.
     pub fn group_dim(&self, d: usize) -> usize {
-        d.div_ceil(self.groups())
+        self.directions.unwrap_or(d).div_ceil(self.groups())
     }
 
     /// Returns the section's parameters for the manifest.
@@ -73,9 +80,20 @@ impl WpqParams {
         Ok(manifest)
     }
 
-    fn is_valid(&self) -> bool {
-        [16, 32, 64].contains(&self.bits) && [16, 256].contains(&self.words) && [1, 2].contains(&self.stages)
+    fn is_valid(&self, d: usize) -> bool {
+        [16, 32, 64].contains(&self.bits)
+            && [16, 256].contains(&self.words)
+            && [1, 2].contains(&self.stages)
+            && self
+                .directions
+                .is_none_or(|directions| (1..=d).contains(&directions))
     }
+}
+
+/// Returns how many of `d` principal directions codes describe by default. The second half has hardly any variance in
+/// the metric of the queries, and in wide heads leaving it out makes the query's map, which every step reads, smaller.
+pub(super) fn default_directions(d: usize) -> usize {
+    if d >= WIDE { d / 2 } else { d }
 }
 
 /// The flags of the fit.
@@ -97,18 +115,26 @@ struct WpqFlags {
     /// Maximum number of k-means passes for wpq
     #[arg(long, value_name = "N", default_value_t = 25, value_parser = parse_count)]
     wpq_iterations: usize,
+    /// Number of principal directions of the keys that a wpq code describes, rounded up to a multiple of the groups, or
+    /// `all`; more describe keys better, but every decode step has more to read [default: half of the head's channels if it has 64 or more, otherwise all]
+    #[arg(long, value_name = "N", value_parser = parse_count_or_all)]
+    wpq_directions: Option<usize>,
 }
 
 impl WpqFlags {
-    /// Returns the parameters of the fit; `None` if no section is wanted.
-    fn params(&self, seed: u64) -> Option<WpqParams> {
-        Some(WpqParams {
+    /// Returns the parameters of the fit for keys of `d` channels; `None` if no section is wanted.
+    fn params(&self, d: usize, seed: u64) -> Option<WpqParams> {
+        let mut params = WpqParams {
             bits: self.wpq_bits.parse().ok()?,
             words: self.wpq_words.parse().ok()?,
             stages: self.wpq_stages.parse().ok()?,
+            directions: None,
             iterations: self.wpq_iterations,
             seed,
-        })
+        };
+        let directions = self.wpq_directions.unwrap_or(default_directions(d)).min(d);
+        params.directions = Some(directions.next_multiple_of(params.groups()).min(d));
+        Some(params)
     }
 }
 
@@ -187,7 +213,11 @@ impl SectionKind for WpqSection {
 
     fn fit(&self, flags: &ArgMatches, input: &FitInput) -> Result<Box<dyn Fit>> {
         let flags = WpqFlags::from_arg_matches(flags).map_err(|e| Error::usage(e.to_string()))?;
-        let params = flags.params(input.seed).ok_or_else(|| {
+        if flags.wpq_directions == Some(0) {
+            return Err(Error::usage("--wpq-directions 0 would describe nothing of a key")
+                .hint("give at least 1, or leave it out"));
+        }
+        let params = flags.params(input.head_dim, input.seed).ok_or_else(|| {
             Error::usage("--wpq-bits none would make no section")
                 .hint("give the bits per key: --wpq-bits 16, 32 or 64")
         })?;
@@ -196,12 +226,12 @@ impl SectionKind for WpqSection {
 
     fn specs(&self, params: &Map<String, Value>, sizes: Sizes) -> Result<Vec<Spec>> {
         let p: WpqParams = parse("sections.wpq", params)?;
-        if !p.is_valid() {
+        let (l, g, d) = (sizes.n_layers, sizes.n_kv_heads, sizes.head_dim);
+        if !p.is_valid(d) {
             return Err(Error::failed(
-                "`sections.wpq` has `bits`, `words` or `stages` that are not valid",
+                "`sections.wpq` has `bits`, `words`, `stages` or `directions` that are not valid",
             ));
         }
-        let (l, g, d) = (sizes.n_layers, sizes.n_kv_heads, sizes.head_dim);
         Ok(vec![
             Spec::new::<f16>(CODEBOOK, &[l, g, p.stages, p.groups(), p.words, p.group_dim(d)]),
             Spec::new::<f32>(MEAN, &[l, g, d]),
@@ -237,8 +267,9 @@ impl SectionKind for WpqSection {
 
     fn describe(&self, section: &SectionView) -> Result<String> {
         let p: WpqParams = section.params()?;
+        let directions = p.directions.map_or("all".to_owned(), |n| n.to_string());
         Ok(format!(
-            "{} bits per key: {} of {} groups of {} words, at most {} k-means passes, seed {}",
+            "{} bits per key: {} of {} groups of {} words, {directions} directions, at most {} k-means passes, seed {}",
             p.bits,
             if p.stages == 1 { "one stage" } else { "two stages" },
             p.groups(),
