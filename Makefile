@@ -79,7 +79,7 @@ study: real
 screenshots: all
 	$(KVSMITH) verdict $(LAB)/main.safetensors --model $(REAL)/model --tokens $(LAB)/main.tokens.json \
 		--max-tokens all --holdout 0.1 --seq-len 8192 -o $(LAB)/report.safetensors --overwrite
-	$(KVSMITH) report $(LAB)/report.safetensors $(foreach name,text long questions,--eval $(LAB)/$(name).json) \
+	$(KVSMITH) report $(LAB)/report.safetensors $(foreach name,text long questions-4096,--eval $(LAB)/$(name).json) \
 		--against $(LAB)/of-bible.safetensors -o $(LAB)/report.html --overwrite
 	@sh scripts/screenshots.sh $(LAB)/report.html
 

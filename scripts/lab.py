@@ -126,12 +126,16 @@ def with_interval(row, key, digits):
     return f"{text} ({interval[0]:.{digits}f} to {interval[1]:.{digits}f})" if interval else text
 
 
-def table(document, columns):
-    """Return the rows in Markdown; a row without a budget shows the least that its method reads."""
+def table(document, columns, forms=None):
+    """Return the rows in Markdown; a row without a budget shows the least that its method reads.
+
+    `forms` names the rows of other artifacts than the first, by the artifact's name.
+    """
     lines = ["| bytes | method | budget | read | " + " | ".join(columns) + " |", "|---" * (4 + len(columns)) + "|"]
     rows = sorted(document["rows"], key=lambda row: row["reads_target"])
     for row in rows:
-        start = f"| {percent(row['reads_target'])} | `{row['method']}` "
+        form = (forms or {}).get(Path(row.get("artifact", "")).stem)
+        start = f"| {percent(row['reads_target'])} | `{row['method']}`{f' ({form})' if form else ''} "
         if row["budget"] is None:
             lines.append(f"{start}| | at least {percent(row['reads_sample'])} |" + " |" * len(columns))
             continue
