@@ -20,8 +20,12 @@ import numpy as np
 
 SINKS, WINDOW, STEPS, ITERATIONS = 4, 64, 12, 15
 SHARES = (0.05, 0.1)
+# The WRoPE position, to which `sum_qq` of the moments belongs.
+POSITION = 2048
 FRACTIONS = np.array([0.001, 0.002, 0.005, 0.01, 0.015, 0.02, 0.03, 0.04, 0.05, 0.07, 0.1, 0.15, 0.2])
+# Budgets that differ per head: all positions above a threshold of the estimated probability, and top-p.
 THRESHOLDS = 2.0 ** -np.arange(2, 16, 0.5)
+MASSES = 1 - 2.0 ** -np.arange(1, 12, 0.5)
 TYPES = {"F32": np.float32, "F64": np.float64, "U8": np.uint8, "U32": np.uint32, "U64": np.uint64}
 
 
@@ -232,6 +236,15 @@ def indexes(keys, moment, weights):
     return out
 
 
+def windowed_indexes(keys, moment):
+    """Returns indexes of unrotated keys, which score with the query rotated to the WRoPE position, as A2ATS does."""
+    space = Space(keys, moment)
+    return {
+        "WRoPE, 1,024 words": Quantiser(space, keys, 1, 1024),
+        "WRoPE, 256 words, two stages": Quantiser(space, keys, 1, 256, 2),
+    }
+
+
 class Step:
     """One step of one query group: its exact attention, and the loss of a choice of positions."""
 
@@ -287,7 +300,7 @@ class Table:
     """The losses per index and layer, and what a step reads."""
 
     def __init__(self, n, d):
-        self.rows, self.thresholds, self.scale, self.reads = {}, {}, {}, {}
+        self.rows, self.adaptive, self.scale, self.reads = {}, {}, {}, {}
         self.n, self.row = n, 4 * d
 
     def add(self, layer, name, losses, bits, fixed, rescored=0.0):
@@ -302,8 +315,8 @@ class Table:
         index, rescored = self.reads[name]
         return (share - (SINKS + WINDOW) / self.n - index) / (1 + rescored)
 
-    def at_threshold(self, name, fraction):
-        layers = self.thresholds[name]
+    def at_adaptive(self, name, kind, fraction):
+        layers = self.adaptive[name, kind]
         error = np.mean([np.mean([x for x, _ in v], 0) / np.mean(self.scale[k]) for k, v in layers.items()], 0)
         count = np.mean([np.mean([c for _, c in v], 0) for v in layers.values()], 0)
         return np.exp(np.interp(np.log(fraction), np.log(count + 1e-9), np.log(error)))
@@ -317,8 +330,9 @@ class Table:
             for share in SHARES:
                 fraction = self.fraction(name, share)
                 cells.append(f"{self.error(name, fraction):.4f}" if fraction > FRACTIONS[0] else "cannot")
-                if name in self.thresholds and fraction > FRACTIONS[0]:
-                    cells[-1] += f" ({self.at_threshold(name, fraction):.4f})"
+                if (name, "top-p") in self.adaptive and fraction > FRACTIONS[0]:
+                    found = (self.at_adaptive(name, kind, fraction) for kind in ("threshold", "top-p"))
+                    cells[-1] += " ({:.4f}, {:.4f})".format(*found)
             print(f"| {name} | {index * self.row * 8:.0f} | " + " | ".join(cells) + " |")
 
 
@@ -330,9 +344,12 @@ def measure(table, layer, step, estimates, bits_and_fixed):
     def add(name, order, bits, fixed, mass=None):
         table.add(layer, name, step.losses(order, counts), bits, fixed)
         if mass is not None:
-            kept = np.searchsorted(-mass[order], -THRESHOLDS, side="right")
-            found = step.losses(order, kept), kept / len(step.p[0])
-            table.thresholds.setdefault(name, {}).setdefault(layer, []).append(found)
+            reached = np.cumsum(mass[order]) + len(step.p) - mass.sum()
+            above = np.searchsorted(-mass[order], -THRESHOLDS, side="right")
+            enough = np.minimum(np.searchsorted(reached, MASSES * len(step.p)) + 1, len(order))
+            for kind, kept in (("threshold", above), ("top-p", enough)):
+                found = step.losses(order, kept), kept / len(step.p[0])
+                table.adaptive.setdefault((name, kind), {}).setdefault(layer, []).append(found)
 
     def ranked(name, key, bits, fixed, is_mass=False):
         add(name, np.argsort(-key, kind="stable"), bits, fixed, key if is_mass else None)
@@ -408,22 +425,25 @@ def main():
                 weights = attention_of(keys, rotated, blocks_of(calib))[fit]
             moment = moments["sum_qq_rope"][layer, head] / moments["count"][layer, head]
             calibrated = indexes(keys[fit], moment, weights)
+            windowed = windowed_indexes(own["k_pre"][head][fit], moments["sum_qq"][layer, head] / moments["count"][layer, head])
             for start, end in blocks_of(other):
                 if end - start < length:
                     continue
                 at = other["position"][start:end].astype(np.float32)
                 k = rotate(theirs["k_pre"][head, start:end], at, args.theta)
                 q = rotate(theirs["q_pre"][queries, start:end], at, args.theta)
+                at_window = rotate(theirs["q_pre"][queries, start:end], np.full(end - start, POSITION, np.float32), args.theta)
                 signs = Signs(k)
                 codes = {name: index.encode(k) for name, index in calibrated.items()}
-                known = {name: (index.bits, index.fixed) for name, index in calibrated.items()}
+                codes |= {name: index.encode(theirs["k_pre"][head, start:end]) for name, index in windowed.items()}
+                known = {name: (index.bits, index.fixed) for name, index in (calibrated | windowed).items()}
                 known["signs"] = (signs.bits, signs.fixed)
                 for t in np.linspace(length - 512, length - 1, STEPS).astype(int):
                     n = t + 1
                     estimates = {"signs": [signs.scores(q[:, t], n)]}
-                    for name, index in calibrated.items():
+                    for name, index in (calibrated | windowed).items():
                         cut = [[code[:n] for code in stage] for stage in codes[name]]
-                        estimates[name] = index.scores(q[:, t], cut)
+                        estimates[name] = index.scores((at_window if name in windowed else q)[:, t], cut)
                     measure(table, layer, Step(q[:, t], k[:n], theirs["v"][head, start:end][:n]), estimates, known)
         print(f"layer {layer} done", flush=True)
     table.print()

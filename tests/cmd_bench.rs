@@ -87,11 +87,15 @@ fn bytes_are_what_a_step_reads() {
     // The plain ranking reads every code of the candidates.
     let plain = "retrieve --size 64 --methods a2ats,selfindex --ranking plain";
     assert_eq!(bytes(plain), [codewords + 2 * 932 * 2, signs]);
-    // Four bytes of each candidate and of the best 400, two stages of 16 words, the map of the query, both in half
-    // precision, and the mean.
-    let words = 2 * 16 * 64 * 2 + 64 * 64 * 2 + 64 * 4;
+    // Four bytes of each candidate and of the best 400, two stages of 16 words, the map of the query to 32 directions,
+    // both in half precision, and the mean.
+    let words = 2 * 16 * 32 * 2 + 64 * 32 * 2 + 64 * 4;
     let codes = 2 * (4 * (932 + 400) + words);
     assert_eq!(bytes("retrieve --methods wpq"), [codes]);
+    // In one stage, eight bytes of each candidate.
+    let wide = 256 * 32 * 2 + 64 * 32 * 2 + 64 * 4;
+    let one_stage = "retrieve --methods wpq --wpq-stages 1 --wpq-words 256";
+    assert_eq!(bytes(one_stage), [2 * (8 * 932 + wide)]);
     assert_eq!(bytes("attend --methods wpq"), [codes + attended]);
     // The oracle reads every key, and the values of what it attends.
     let keys = 2 * 1000 * 64 * 2;

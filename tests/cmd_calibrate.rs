@@ -118,7 +118,11 @@ fn product_quantisers_of_every_size() {
     let dump = scratch.make("dump", &format!("dump --model {model} --tokens {tokens}"));
     let out = scratch.path("none");
     kvsmith(&format!("wpq --dump {dump} --wpq-bits none -o {out}")).fails(2, "no section", "64");
-    kvsmith(&format!("wpq --dump {dump} --wpq-directions 0 -o {out}")).fails(2, "--wpq-directions 0", "at least 1");
+    kvsmith(&format!("wpq --dump {dump} --wpq-directions 0 -o {out}")).fails(
+        2,
+        "--wpq-directions 0",
+        "at least 1",
+    );
 }
 
 /// Codes of wide heads describe half of the principal directions, others all, unless a flag says otherwise. What they
@@ -128,14 +132,24 @@ fn directions_of_product_quantisers() {
     let scratch = Scratch::new();
     let tokens = scratch.tokens("tokens.json", &documents(&[300], 1));
     let made = |model: &str, options: &str| {
-        let dump = scratch.make("dump", &format!("dump --model {} --tokens {tokens}", checkpoint(model)));
-        let section = scratch.make("section", &format!("wpq --dump {dump} --wpq-iterations 3 {options}"));
+        let dump = scratch.make(
+            "dump",
+            &format!("dump --model {} --tokens {tokens}", checkpoint(model)),
+        );
+        let section = scratch.make(
+            "section",
+            &format!("wpq --dump {dump} --wpq-iterations 3 {options}"),
+        );
         let artifact = Artifact::open(Path::new(&section), SECTIONS).unwrap();
         let params = &artifact.manifest.sections["wpq"].params;
         let quality = artifact.manifest.quality.sections["wpq"].iter().flatten();
-        let share = quality.map(|head| head["inertia"].as_f64().unwrap() / head["variance"].as_f64().unwrap());
+        let share =
+            quality.map(|head| head["inertia"].as_f64().unwrap() / head["variance"].as_f64().unwrap());
         let shares: Vec<f64> = share.collect();
-        (params["directions"].as_u64().unwrap(), shares.iter().sum::<f64>() / shares.len() as f64)
+        (
+            params["directions"].as_u64().unwrap(),
+            shares.iter().sum::<f64>() / shares.len() as f64,
+        )
     };
     let (half, half_left) = made("llama_d128", "");
     let (few, few_left) = made("llama_d128", "--wpq-directions 15");

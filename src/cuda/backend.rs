@@ -20,7 +20,7 @@ use crate::kv::cuda::signs::FULL;
 use crate::kv::cuda::{Limits, Shape};
 use crate::kv::sample::Sampler;
 use crate::method::Method;
-use crate::method::bench::{Bench, Contents};
+use crate::method::bench::{Bench, CodeForm, Contents};
 use crate::method::cuda::{CudaIndex, CudaNeeds, CudaStep, Indexes, OnDevice, TALLIES};
 use crate::runner::{Backend, Counts, Options, Shares, StepAt, Trace};
 
@@ -102,6 +102,7 @@ impl<'a> CudaBackend<'a> {
         let indexes = |at: OnDevice<'a>, limits: &[Limits]| {
             let seeds: Vec<u32> = (0..limits.len() as u32).map(|layer| seed + 8 * layer).collect();
             let contents = Contents {
+                code: CodeForm::default(),
                 limits,
                 seeds: &seeds,
                 codewords,

@@ -33,10 +33,35 @@ pub struct TimedLayer {
     pub context: usize,
     /// Codewords per KV head, M.
     pub codewords: usize,
+    /// The form of the codes of wpq.
+    pub code: CodeForm,
     /// How the best positions are searched.
     pub ranking: Ranking,
     /// Seed of the random data.
     pub seed: u64,
+}
+
+/// The form of a code of 64 bits that wpq gives a key.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct CodeForm {
+    /// Number of stages, one or two.
+    pub stages: usize,
+    /// Number of words per group: 16 or 256.
+    pub words: usize,
+}
+
+impl Default for CodeForm {
+    /// Returns the form that `calibrate` makes by default.
+    fn default() -> Self {
+        Self { stages: 2, words: 16 }
+    }
+}
+
+impl CodeForm {
+    /// Returns the number of groups per stage.
+    pub fn groups(self) -> usize {
+        64 / self.stages / self.words.trailing_zeros() as usize
+    }
 }
 
 /// What remains to be added to a head's index before its steps are timed.
@@ -61,6 +86,8 @@ pub struct Contents<'a> {
     pub seeds: &'a [u32],
     /// Codewords per KV head.
     pub codewords: usize,
+    /// The form of the codes of wpq.
+    pub code: CodeForm,
 }
 
 /// A method whose decode steps can be timed.

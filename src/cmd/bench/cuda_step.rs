@@ -90,6 +90,7 @@ impl<'d> CudaSteps<'d> {
             limits: &vec![limits; copies],
             seeds: &seeds,
             codewords: caches.size,
+            code: layer.code,
         };
         let indexes = setting.bench.indexes(at, &contents)?;
         let copies = indexes.into_iter().zip(seeds).map(|(index, seed)| {

@@ -3,7 +3,7 @@
 
 use std::collections::BTreeMap;
 
-use clap::builder::EnumValueParser;
+use clap::builder::{EnumValueParser, PossibleValuesParser};
 use serde_json::json;
 
 use super::kmeans::parse_size;
@@ -18,7 +18,7 @@ use crate::flags::{DeviceFlag, Trimmed, at_least_one, plain};
 use crate::float::Float;
 use crate::interrupt;
 use crate::kv::{Budget, KvType, StaticSet};
-use crate::method::bench::{Bench, TimedLayer};
+use crate::method::bench::{Bench, CodeForm, TimedLayer};
 use crate::method::params::MethodParams;
 use crate::method::registry::MethodName;
 use crate::method::{Choice, Ranking, Reads, lfps};
@@ -59,6 +59,23 @@ pub struct LayerArgs {
     /// Number of timed runs
     #[arg(long, value_name = "N", default_value_t = 20, value_parser = at_least_one)]
     runs: usize,
+    /// Words per group of method wpq's codes, which have 64 bits
+    #[arg(long, value_name = "N", default_value = "16", value_parser = PossibleValuesParser::new(["16", "256"]))]
+    wpq_words: String,
+    /// Stages of method wpq's codes: with 2, only the keys that are best by the first half of the code are scored with all
+    /// of it
+    #[arg(long, value_name = "N", default_value = "2", value_parser = PossibleValuesParser::new(["1", "2"]))]
+    wpq_stages: String,
+}
+
+impl LayerArgs {
+    /// Returns the form of the codes of wpq.
+    fn code(&self) -> CodeForm {
+        CodeForm {
+            stages: if self.wpq_stages == "1" { 1 } else { 2 },
+            words: if self.wpq_words == "16" { 16 } else { 256 },
+        }
+    }
 }
 
 /// The caches that steps read, and how much they choose.
@@ -399,6 +416,7 @@ fn settings(args: &LayerArgs, attends: bool, seed: u64) -> Vec<LayerSetting<'_>>
                     head_dim,
                     context,
                     codewords: args.caches.size,
+                    code: args.code(),
                     ranking: args.ranking,
                     seed,
                 };

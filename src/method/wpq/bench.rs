@@ -8,14 +8,13 @@ use rand_chacha::ChaCha8Rng;
 
 use super::section::default_directions;
 use super::{HeadCodebook, Wpq, cuda};
-use crate::compute::signs::PATTERNS;
 use crate::error::Result;
-use crate::method::bench::{Bench, Contents, Fill, NewHead, TimedLayer, TimedOnCuda};
+use crate::method::bench::{Bench, CodeForm, Contents, Fill, NewHead, TimedLayer, TimedOnCuda};
 use crate::method::cuda::{Indexes, OnDevice};
 use crate::method::params::MethodParams;
 
-/// Bytes of a key's code per stage, for the two stages that `calibrate` makes by default.
-const WIDTH: usize = 4;
+/// Bytes of a key's code, all stages together.
+const BYTES: usize = 8;
 
 /// Benchmarks on random words, without whitening.
 pub(super) struct WpqBench;
@@ -30,11 +29,11 @@ impl Bench for WpqBench {
     }
 
     fn index_bytes(&self, layer: &TimedLayer) -> usize {
-        layer.sequences * layer.kv_heads * layer.context * WIDTH
+        layer.sequences * layer.kv_heads * layer.context * BYTES / layer.code.stages
     }
 
     fn heads(&self, layer: &TimedLayer, _: &MethodParams) -> Result<Box<NewHead>> {
-        let codebook = Arc::new(codebook(layer.head_dim, layer.seed)?);
+        let codebook = Arc::new(codebook(layer.head_dim, layer.code, layer.seed)?);
         Ok(Box::new(move |_, _| {
             (Box::new(Wpq::new(Arc::clone(&codebook))), Fill::Keys)
         }))
@@ -42,15 +41,20 @@ impl Bench for WpqBench {
 
     fn indexes<'d>(&self, at: OnDevice<'d>, contents: &Contents<'_>) -> Result<Indexes<'d>> {
         let seed = contents.seeds.first().map_or(0, |seed| u64::from(*seed));
-        cuda::random(at, contents, &codebook(at.shape.head_dim, seed)?)
+        cuda::random(at, contents, &codebook(at.shape.head_dim, contents.code, seed)?)
     }
 }
 
 /// Makes a random quantiser.
-fn codebook(d: usize, seed: u64) -> Result<HeadCodebook> {
-    let groups = 2 * WIDTH;
+fn codebook(d: usize, code: CodeForm, seed: u64) -> Result<HeadCodebook> {
+    let groups = code.groups();
     let mut rng = ChaCha8Rng::seed_from_u64(seed);
-    let shape = (2, groups, PATTERNS, default_directions(d).div_ceil(groups));
+    let shape = (
+        code.stages,
+        groups,
+        code.words,
+        default_directions(d).div_ceil(groups),
+    );
     let words = Array4::from_shape_simple_fn(shape, || rng.r#gen::<f32>() * 2.0 - 1.0);
     let eye = Array2::eye(d);
     HeadCodebook::new(words.view(), Array1::zeros(d).view(), eye.view(), eye.view())
