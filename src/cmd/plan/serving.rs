@@ -12,7 +12,7 @@ use crate::error::Result;
 use crate::interrupt;
 use crate::kv::{Budget, KvType};
 use crate::method::Ranking;
-use crate::method::bench::TimedLayer;
+use crate::method::bench::{CodeForm, TimedLayer};
 use crate::method::registry::MethodName;
 use crate::model::{ModelConfig, Sizes};
 use crate::progress::size;
@@ -234,6 +234,7 @@ fn timed(
                 head_dim: config.head_dim,
                 context,
                 codewords: caches.size,
+                code: CodeForm::default(),
                 ranking: Ranking::default(),
                 seed: global.seed,
             };
