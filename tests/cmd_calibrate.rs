@@ -131,11 +131,14 @@ fn product_quantisers_of_every_size() {
 fn directions_of_product_quantisers() {
     let scratch = Scratch::new();
     let tokens = scratch.tokens("tokens.json", &documents(&[300], 1));
-    let made = |model: &str, options: &str| {
-        let dump = scratch.make(
-            "dump",
+    let dump = |model: &str| {
+        scratch.make(
+            model,
             &format!("dump --model {} --tokens {tokens}", checkpoint(model)),
-        );
+        )
+    };
+    let [wide, narrow] = ["llama_d128", "llama_default"].map(dump);
+    let made = |dump: &str, options: &str| {
         let section = scratch.make(
             "section",
             &format!("wpq --dump {dump} --wpq-iterations 3 {options}"),
@@ -151,12 +154,12 @@ fn directions_of_product_quantisers() {
             shares.iter().sum::<f64>() / shares.len() as f64,
         )
     };
-    let (half, half_left) = made("llama_d128", "");
-    let (few, few_left) = made("llama_d128", "--wpq-directions 15");
+    let (half, half_left) = made(&wide, "");
+    let (few, few_left) = made(&wide, "--wpq-directions 15");
     assert_eq!((half, few), (64, 16));
     assert!(few_left > half_left && few_left < 1.0, "{few_left} {half_left}");
-    assert_eq!(made("llama_d128", "--wpq-directions all").0, 128);
-    assert_eq!(made("llama_default", "").0, 16);
+    assert_eq!(made(&wide, "--wpq-directions all").0, 128);
+    assert_eq!(made(&narrow, "").0, 16);
 }
 
 #[test]

@@ -1,0 +1,98 @@
+"""Compares indexes at equal time: the loss on the real model against the time of a decode step on this machine.
+
+    python equal_time.py KVSMITH REAL [--blocks 20]
+
+REAL is the folder in which `make results` ran: its artifact and its dump are used. For every method and budget, the script
+measures the time that the choice and the attention of one layer take (`bench attend`, with the model's heads and 8,192
+positions, one thread), and the KL on held-out text of the same length. It prints both, and for every method the KL at the
+time that `wpq` takes at a budget of 6 %, interpolated between budgets on logarithmic scales.
+
+`wpq` has codes of 64 bits in two forms: two stages of 8 groups of 16 words, and one stage of 8 groups of 256 words.
+"""
+
+import argparse
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "scripts"))
+from lab import RESAMPLES, SEED  # noqa: E402
+from results import Results  # noqa: E402
+
+BUDGETS = (0.015, 0.03, 0.06, 0.12, 0.24)
+CONTEXT, SHAPE, STEPS, TURNS = 8192, "9/3x64", 16, 5
+WIDE = ("--wpq-words", "256", "--wpq-stages", "1")
+# Label, method, name of the artifact, flags of `bench`.
+FORMS = (
+    ("wpq, 16 words, two stages", "wpq", "main", ()),
+    ("wpq, 256 words, one stage", "wpq", "wpq-256", WIDE),
+    ("selfindex", "selfindex", "main", ()),
+    ("a2ats, 1,024 codewords", "a2ats", "main", ("--size", "1024")),
+)
+
+
+def times(kvsmith):
+    """Returns the microseconds of a step by label and budget: the least median of runs in turn."""
+    found = {}
+    for _ in range(TURNS):
+        for label, method, _, flags in FORMS:
+            for budget in BUDGETS:
+                command = [kvsmith, "bench", "attend", "--shapes", SHAPE, "--context", CONTEXT, "--methods", method,
+                           "--budget", budget, "--threads", 1, "--runs", 50, "--device", "cpu", *flags, "--json", "-q"]
+                printed = subprocess.run(list(map(str, command)), check=True, stdout=subprocess.PIPE).stdout
+                [row] = json.loads(printed)["rows"]
+                median = 1e6 * row["median_s"]
+                found[label, budget] = min(median, found.get((label, budget), median))
+    return found
+
+
+def losses(results, blocks):
+    """Returns the KL of every block by label and budget."""
+    wide = results.section("wpq-256", "wpq", WIDE)
+    documents = results.blocks("handbook", CONTEXT, blocks // 2)
+    documents += results.blocks("python", CONTEXT, blocks - len(documents))
+    flags = ["--budgets", ",".join(map(str, BUDGETS)), "--decode", STEPS]
+    document = results.measure("equal-time", documents, "wpq,selfindex,a2ats", flags, [results.main, wide])
+    found = {}
+    for row in document["rows"]:
+        artifact = Path(row.get("artifact", "main.safetensors")).stem
+        for label, method, name, _ in FORMS:
+            if (row["method"], artifact) == (method, name):
+                found[label, row["budget"]] = np.array(row["kl_by_block"])
+    return found
+
+
+def at_time(label, time, kl, wanted):
+    """Returns the mean KL that a method has at a time, or None outside the times of its budgets."""
+    own = [time[label, budget] for budget in BUDGETS]
+    if not own[0] <= wanted <= own[-1]:
+        return None
+    logs = np.log([kl[label, budget].mean(-1) for budget in BUDGETS])
+    return np.exp([np.interp(np.log(wanted), np.log(own), column) for column in np.atleast_2d(logs.T)])
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("kvsmith", type=Path, help="the program")
+    parser.add_argument("real", type=Path, help="the folder that `make real` made")
+    parser.add_argument("--blocks", type=int, default=20, help="blocks of held-out text")
+    arguments = parser.parse_args()
+    kl = losses(Results(arguments.kvsmith, arguments.real), arguments.blocks)
+    time = times(arguments.kvsmith)
+    picked = np.random.default_rng(SEED).integers(arguments.blocks, size=(RESAMPLES, arguments.blocks))
+    resampled = {key: blocks[picked] for key, blocks in kl.items()}
+    print("| index | " + " | ".join(f"budget {budget:.1%}" for budget in BUDGETS) + " | KL at the time of wpq at 6 % (95 %) |")
+    print("|---" * (len(BUDGETS) + 2) + "|")
+    wanted = time[FORMS[0][0], 0.06]
+    for label, *_ in FORMS:
+        cells = [f"{time[label, budget]:.0f} us, {kl[label, budget].mean():.4f}" for budget in BUDGETS]
+        found, spread = (at_time(label, time, of, wanted) for of in (kl, resampled))
+        last = "" if found is None else "{:.4f} ({:.4f} to {:.4f})".format(found[0], *np.percentile(spread, [2.5, 97.5]))
+        print(f"| {label} | " + " | ".join(cells) + f" | {last} |")
+
+
+if __name__ == "__main__":
+    main()
