@@ -1,13 +1,17 @@
-"""Compares indexes at equal time: the loss on the real model against the time of a decode step on this machine.
+"""Compares indexes at equal time: the loss on the real model against the time of one layer's choice and attention.
 
     python equal_time.py KVSMITH REAL [--blocks 20]
 
-REAL is the folder in which `make results` ran: its artifact and its dump are used. For every method and budget, the script
-measures the time that the choice and the attention of one layer take (`bench attend`, with the model's heads and 8,192
-positions, one thread), and the KL on held-out text of the same length. It prints both, and for every method the KL at the
-time that `wpq` takes at a budget of 6 %, interpolated between budgets on logarithmic scales.
+REAL is the folder in which `make results` ran: its artifact is used, and its dump, to which one more section is fitted. For
+`wpq` with codes of 64 bits in two forms (two stages of 8 groups of 16 words, one stage of 8 groups of 256 words), for
+`selfindex` and for `a2ats` with 1,024 codewords, the script measures at every budget
 
-`wpq` has codes of 64 bits in two forms: two stages of 8 groups of 16 words, and one stage of 8 groups of 256 words.
+- the time that the choice and the attention of one layer take: `bench attend` on random data, with the model's heads, 8,192
+  positions and one thread; the least of five medians of 50 runs;
+- the KL on held-out text of the same length, half of it from each of two texts.
+
+It prints both, and for every index the KL at the time that the two-stage `wpq` takes at a budget of 6 %, interpolated between
+budgets on logarithmic scales, or nothing if its budgets take less or more time.
 """
 
 import argparse

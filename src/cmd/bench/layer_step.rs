@@ -59,10 +59,10 @@ pub struct LayerArgs {
     /// Number of timed runs
     #[arg(long, value_name = "N", default_value_t = 20, value_parser = at_least_one)]
     runs: usize,
-    /// Words per group of method wpq's codes, which have 64 bits
+    /// Words per group of a 64-bit code of method wpq
     #[arg(long, value_name = "N", default_value = "16", value_parser = PossibleValuesParser::new(["16", "256"]))]
     wpq_words: String,
-    /// Stages of method wpq's codes: with 2, only the keys that are best by the first half of the code are scored with all
+    /// Stages of a code of method wpq; with 2, only the keys that are best by the first half of the code are scored with all
     /// of it
     #[arg(long, value_name = "N", default_value = "2", value_parser = PossibleValuesParser::new(["1", "2"]))]
     wpq_stages: String,

@@ -86,7 +86,7 @@ impl WpqParams {
             && [1, 2].contains(&self.stages)
             && self
                 .directions
-                .is_none_or(|directions| (1..=d).contains(&directions))
+                .is_none_or(|c| c == d || (1..d).contains(&c) && c.is_multiple_of(self.groups()))
     }
 }
 
@@ -104,19 +104,19 @@ struct WpqFlags {
     /// Bits per key of the wpq codes; none = make no section wpq
     #[arg(long, value_name = "BITS", default_value = "64", value_parser = PossibleValuesParser::new(["16", "32", "64", NONE]))]
     wpq_bits: String,
-    /// Number of words per group of directions; with 16 words, a code uses 4 bits per group and stage, with 256
-    /// words, 8 bits
+    /// Words per group of directions: 16 (4 bits of the code per group and stage) or 256 (8 bits)
     #[arg(long, value_name = "N", default_value = "16", value_parser = PossibleValuesParser::new(["16", "256"]))]
     wpq_words: String,
-    /// Number of stages of a wpq code. With 2, one half of the bits encodes the key and the other half encodes the
-    /// error of the first; only the keys with the best scores by the first half are scored with both
+    /// Number of stages of a wpq code. With 2, one half of the bits encodes the key, and the other half what the first
+    /// leaves of it; only the best 4 keys per position of the budget, by the first half, are scored with both
     #[arg(long, value_name = "N", default_value = "2", value_parser = PossibleValuesParser::new(["1", "2"]))]
     wpq_stages: String,
     /// Maximum number of k-means passes for wpq
     #[arg(long, value_name = "N", default_value_t = 25, value_parser = parse_count)]
     wpq_iterations: usize,
     /// Number of principal directions of the keys that a wpq code describes, rounded up to a multiple of the groups, or
-    /// `all`; more describe keys better, but every decode step has more to read [default: half of the head's channels if it has 64 or more, otherwise all]
+    /// `all`; more directions describe each key more closely, but every decode step has more to read [default: half of the
+    /// head's channels if it has 64 or more, otherwise all]
     #[arg(long, value_name = "N", value_parser = parse_count_or_all)]
     wpq_directions: Option<usize>,
 }
