@@ -374,6 +374,8 @@ def measure(table, layer, step, estimates, bits_and_fixed):
         rescored = 4 * bits[1] / 8 / table.row
         table.add(layer, f"{name}, the best 4 B by both", np.array(losses), bits[:1], fixed, rescored)
         if name == "the same of half of the directions":
+            exact = step.losses(np.argsort(-step.mass(step.scores), kind="stable"), counts)
+            table.add(layer, "half, if its ranking were exact", exact, bits[:1], fixed, rescored)
             for more in (0.25, 0.5):
                 losses = [step.keys_first(*stages, k, more) for k in counts]
                 table.add(layer, f"half, {more:.0%} more keys than values", np.array(losses), bits[:1], fixed, rescored)

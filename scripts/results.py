@@ -31,8 +31,8 @@ Measured on SmolLM2-135M-Instruct: 135M parameters, 30 layers with 3 KV heads of
 or more, on heads of 128 channels, or beyond 8,192 tokens**, which is where the papers measured. A claim that fails here
 may hold there. To measure your model, run `kvsmith verdict` or `kvsmith eval`.
 
-`make results` writes this page and continues where it was stopped. [real.md](real.md) lists what it fetches. On two
-cores that also did other work it took 100 minutes. The numbers behind this page are in
+`make results` writes this page and continues where it was stopped. [real.md](real.md) lists what it fetches. It needs
+about three hours of processor time, 100 minutes on two cores. The numbers behind this page are in
 [results/real.json](results/real.json). [small.md](small.md) measures the tiny model that comes with the repository.
 
 Unless a table or claim says otherwise, the methods run with their defaults (`a2ats` with 1,024 codewords), the caches are
@@ -71,7 +71,7 @@ twenty claims with no real difference is decided by chance.
 """
 
 QUESTIONS = """Each text hides the secret codes of eight names and asks for all of them, one after the other (the task `turns` of
-`scripts/tasks.py`). All methods read 10 % of the bytes or less. `lfps` runs with `--lfps-theta 1`, without which it answers fewer.
+`scripts/tasks.py`). Each method reads 10 % of the bytes. `lfps` runs with `--lfps-theta 1`, without which it answers fewer.
 The intervals resample the texts, not the questions.
 
 """

@@ -329,6 +329,8 @@ fn a_tiny_address_space() {
                     "{what}: {}",
                     outcome.stderr
                 ),
+                // glibc ends a program so if a thread that starts gets no memory for its thread-local values.
+                Some(127) if outcome.stderr.contains("failed to register TLS destructor") => {}
                 Some(code) => panic!("{what}: exit code {code}: {}", outcome.stderr),
             }
             failed += usize::from(outcome.code == Some(1));
