@@ -224,7 +224,7 @@ def claims(text, long, ablations):
         ("`wpq` loses less than `selfindex` at 10 % of the bytes", by_block(long, "wpq", share=0.1), by_block(long, "selfindex", share=0.1)),
         *[(f"codes of half of the directions lose less than codes of all (`wpq`, {tokens} tokens, {share:.0%} of the bytes)".replace("%", " %"),
            by_block(where, "wpq", share=share), by_block(where, "wpq", "wpq-all", share))
-          for where, tokens, share in ((text, "3,072", 0.1), (long, "8,192", 0.05), (long, "8,192", 0.1))],
+          for where, tokens, share in ((text, "3,072", 0.1), (text, "3,072", 0.2), (long, "8,192", 0.05), (long, "8,192", 0.1))],
         ("`wpq` with 32 bits per key loses less than `selfindex` with 64 bits, at equal budgets", of("base", "wpq", "wpq-32"), full[0]),
         ("`wpq` loses less than `topk`, the exact choice, at equal budgets", of("base", "wpq"), of("base", "topk")),
     ]
