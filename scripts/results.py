@@ -71,7 +71,7 @@ twenty claims with no real difference is decided by chance.
 """
 
 QUESTIONS = """Each text hides the secret codes of eight names and asks for all of them, one after the other (the task `turns` of
-`scripts/tasks.py`). Each method reads 10 % of the bytes. `lfps` runs with `--lfps-theta 1`, without which it answers fewer.
+`scripts/tasks.py`). Each method reads 10 % of the bytes. `lfps` runs with `--lfps-theta 1`, with which its KL is lower.
 The intervals resample the texts, not the questions.
 
 """
