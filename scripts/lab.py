@@ -126,15 +126,20 @@ def with_interval(row, key, digits):
     return f"{text} ({interval[0]:.{digits}f} to {interval[1]:.{digits}f})" if interval else text
 
 
+def form_of(row, forms):
+    """Return the name in `forms` of the flags or of the artifact of a row."""
+    return forms.get(row.get("flags")) or forms.get(Path(row.get("artifact", "")).stem)
+
+
 def table(document, columns, forms=None):
     """Return the rows in Markdown; a row without a budget shows the least that its method reads.
 
-    `forms` names the rows of other artifacts than the first, by the artifact's name.
+    `forms` names rows by their flags, and rows of other artifacts than the first by the artifact's name.
     """
     lines = ["| bytes | method | budget | read | " + " | ".join(columns) + " |", "|---" * (4 + len(columns)) + "|"]
     rows = sorted(document["rows"], key=lambda row: row["reads_target"])
     for row in rows:
-        form = (forms or {}).get(Path(row.get("artifact", "")).stem)
+        form = form_of(row, forms or {})
         start = f"| {percent(row['reads_target'])} | `{row['method']}`{f' ({form})' if form else ''} "
         if row["budget"] is None:
             lines.append(f"{start}| | at least {percent(row['reads_sample'])} |" + " |" * len(columns))

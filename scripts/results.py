@@ -13,7 +13,7 @@ from pathlib import Path
 
 import numpy as np
 
-from lab import MIXED, RESAMPLES, SEED, TEXT_COLUMNS, Lab, paired, percent, run, table, write
+from lab import MIXED, RESAMPLES, SEED, TEXT_COLUMNS, Lab, form_of, paired, percent, run, table, write
 
 METHODS = "topk,wpq,selfindex,lfps,ctkvr,a2ats,quest,snapkv,h2o,streaming"
 PAPERS = ("a2ats", "selfindex", "lfps", "ctkvr")
@@ -76,7 +76,7 @@ The intervals resample the texts, not the questions.
 
 """
 
-FORMS = {"a2ats-windowed-buckets": "buckets", "wpq-all": "all directions", "lfps-theta": "no bypass"}
+FORMS = {"a2ats-windowed-buckets": "buckets", "wpq-all": "all directions", "--lfps-theta 1": "no bypass"}
 
 
 class Results(Lab):
@@ -84,13 +84,14 @@ class Results(Lab):
         super().__init__(kvsmith, real)
         self.main = self.calibrated("main", MIXED, TOKENS)
 
-    def measure(self, name, documents, methods, options, artifacts=None, kv="bf16"):
-        """Evaluate methods on blocks, with all artifacts on the same steps."""
+    def measure(self, name, documents, methods, options, artifacts=None, kv="bf16", also=()):
+        """Evaluate methods on blocks, with all artifacts and the methods with flags in `also` on the same steps."""
         text = self.tokens(name, documents)
         first, *others = artifacts or [self.main]
         against = ["--against", ",".join(map(str, others))] if others else []
         size = max(map(len, documents))
         options = ["--artifact", first, *against, "--tokens", text, "--max-tokens", 10**9, "--seq-len", size, "--methods", methods, *options]
+        options += [word for one in also for word in ("--also", one)]
         return self.eval(name, options, [text, first, *others], kv)
 
     def dump(self):
@@ -123,10 +124,7 @@ class Results(Lab):
         documents = self.blocks("handbook", 8192, half)
         documents += self.blocks("python", 8192, BLOCKS - len(documents))
         flags, methods = ["--reads", "0.05,0.1", "--decode", 16], "topk,wpq,selfindex,lfps,a2ats,quest,snapkv,streaming"
-        long = self.measure("long", documents, methods, flags, [self.main, *self.forms()])
-        other = self.measure("long-theta", documents, "lfps", [*flags, "--lfps-theta", 1])
-        long["rows"] += [row | {"artifact": "lfps-theta"} for row in other["rows"] if row["method"] == "lfps"]
-        return long
+        return self.measure("long", documents, methods, flags, [self.main, *self.forms()], also=["lfps --lfps-theta 1"])
 
     def questions(self, length):
         """Ask eight questions about each text of a length; `lfps` bypasses no head, with which it loses less."""
@@ -154,43 +152,51 @@ class Results(Lab):
         others = [*self.codebooks(), self.section("wpq-32", "wpq", ["--wpq-bits", 32])]
         steps = ["--budgets", "0.06", "--decode", 24]
 
-        def of(name, methods, flags, artifacts=None, kv="bf16"):
-            return self.measure(f"ablation-{name}", documents, methods, [*steps, *flags], artifacts, kv)
+        also = [
+            "selfindex --sign-centroids hybrid",
+            "selfindex --sign-centroids signs",
+            "lfps --lfps-prior 0",
+            "lfps --lfps-theta 1",
+            "lfps --lfps-rows 0",
+            *(f"ctkvr --ct-choose {way}" for way in ("even", "random", "first")),
+            "ctkvr --ct-probes 2",
+        ]
+        packed = {"full": [], "plain": ["--plain-keys"], "all": ["--sign-full", 0]}
+
+        def in_2_bits(name, flags):
+            also = ["selfindex --sign-centroids signs"] if name == "full" else []
+            return self.measure(f"ablation-2bit-{name}", documents, "selfindex", [*steps, *flags], kv="2bit", also=also)
 
         turns = ["--budgets", "0.06", "--turns", 8, "--decode", 8, "--ct-keep"]
-        signs = {"full": [], "plain": ["--plain-keys"], "signs": ["--sign-centroids", "signs"], "all-2bit": ["--sign-full", 0]}
         return {
-            "base": of("base", "topk,a2ats,selfindex,lfps,ctkvr,wpq", [], [self.main, *others]),
-            "one": of("one", "selfindex,lfps,ctkvr", ["--sign-centroids", "hybrid", "--lfps-prior", 0, "--ct-choose", "even"]),
-            "two": of("two", "selfindex,lfps,ctkvr", ["--sign-centroids", "signs", "--lfps-theta", 1, "--ct-choose", "random"]),
-            "three": of("three", "lfps,ctkvr", ["--lfps-rows", 0, "--ct-choose", "first"]),
-            "four": of("four", "ctkvr", ["--ct-probes", 2]),
-            **{f"2bit-{name}": of(f"2bit-{name}", "selfindex", flags, kv="2bit") for name, flags in signs.items()},
-            "turns": self.measure("turns", documents, "ctkvr", turns),
-            "turns-still": self.measure("turns-still", documents, "ctkvr", [*turns, "--ct-update", 0]),
+            "base": self.measure("ablation", documents, "topk,a2ats,selfindex,lfps,ctkvr,wpq", steps, [self.main, *others], also=also),
+            **{f"2bit-{name}": in_2_bits(name, flags) for name, flags in packed.items()},
+            "turns": self.measure("turns", documents, "ctkvr", turns, also=["ctkvr --ct-keep --ct-update 0"]),
         }
 
 
-def by_block(document, method, artifact=None, share=None):
-    """Return the KL of each block of the row with this method, artifact and share of the bytes."""
+def by_block(document, method, artifact="main", share=None, flags=None):
+    """Return the KL of each block of the row with this method, artifact, share of the bytes and flags of `--also`."""
     for row in document["rows"]:
-        of = Path(row.get("artifact", "main.safetensors")).stem
-        if row["method"] == method and of == (artifact or "main") and row.get("reads_target") == share:
+        of = row["method"], Path(row.get("artifact", "main.safetensors")).stem, row.get("reads_target"), row.get("flags")
+        if of == (method, artifact, share, flags):
             return None if row.get("kl_by_block") is None else np.array(row["kl_by_block"])
-    raise KeyError((method, artifact, share))
+    raise KeyError((method, artifact, share, flags))
 
 
 def claims(text, long, ablations):
     """List the claims: source, wording, and the losses by block of the form that should lose less and of the other form."""
     base = ablations["base"]
 
-    def of(name, method, artifact=None):
-        return by_block(ablations[name], method, artifact)
+    def of(method, flags=None, artifact="main", within="base"):
+        return by_block(ablations[within], method, artifact, flags=flags)
 
     def codebook(rope, metric):
-        return of("base", "a2ats", None if (rope, metric) == ("windowed", "query-aware") else f"a2ats-{rope}-{metric}")
+        return of("a2ats", artifact="main" if (rope, metric) == ("windowed", "query-aware") else f"a2ats-{rope}-{metric}")
 
-    full = by_block(base, "selfindex"), by_block(base, "lfps"), by_block(base, "ctkvr")
+    full = of("selfindex"), of("lfps"), of("ctkvr")
+    packed = of("selfindex", within="2bit-full")
+    from_signs = "--sign-centroids signs"
     a2ats, signs, lfps, ctkvr = "A2ATS", "Self-Indexing", "LFPS", "CTkvr"
     both, neither = codebook("windowed", "query-aware"), codebook("standard", "plain")
     found = [
@@ -199,17 +205,17 @@ def claims(text, long, ablations):
         (a2ats, "with windowed RoPE, the query-aware metric loses less than the plain metric", both, codebook("windowed", "plain")),
         (a2ats, "windowed RoPE with the query-aware metric loses less than standard RoPE with the plain metric", both, neither),
         (a2ats, "windowed RoPE loses less than standard RoPE, both with the query-aware metric", both, codebook("standard", "query-aware")),
-        (signs, "in a 2-bit cache, keys quantised with their signs lose less than keys quantised without them", of("2bit-full", "selfindex"), of("2bit-plain", "selfindex")),
-        (signs, "in a 2-bit cache, scores from centroids lose less than scores from signs alone", of("2bit-full", "selfindex"), of("2bit-signs", "selfindex")),
-        (signs, "in a 2-bit cache, some full-precision tokens lose less than none", of("2bit-full", "selfindex"), of("2bit-all-2bit", "selfindex")),
-        (signs, "in a bf16 cache, scores from centroids lose less than scores from signs alone", full[0], of("two", "selfindex")),
-        (lfps, NO_MORE, full[1], of("two", "lfps")),
-        (lfps, "tables filled from the prompt and calibrated priors lose less than tables filled from the priors alone", full[1], of("three", "lfps")),
-        (ctkvr, "query centroids from the last queries of the prompt lose less than those from evenly spaced queries", full[2], of("one", "ctkvr")),
-        (ctkvr, "query centroids from evenly spaced queries lose less than those from random queries", of("one", "ctkvr"), of("two", "ctkvr")),
-        (ctkvr, "query centroids from random queries lose less than those from the first queries", of("two", "ctkvr"), of("three", "ctkvr")),
-        (ctkvr, "recalling the lists of four query centroids loses less than recalling those of two", full[2], of("four", "ctkvr")),
-        (ctkvr, "over eight turns, replacing query centroids in decode steps loses less than keeping those of the first prompt", of("turns", "ctkvr"), of("turns-still", "ctkvr")),
+        (signs, "in a 2-bit cache, keys quantised with their signs lose less than keys quantised without them", packed, of("selfindex", within="2bit-plain")),
+        (signs, "in a 2-bit cache, scores from centroids lose less than scores from signs alone", packed, of("selfindex", from_signs, within="2bit-full")),
+        (signs, "in a 2-bit cache, some full-precision tokens lose less than none", packed, of("selfindex", within="2bit-all")),
+        (signs, "in a bf16 cache, scores from centroids lose less than scores from signs alone", full[0], of("selfindex", from_signs)),
+        (lfps, NO_MORE, full[1], of("lfps", "--lfps-theta 1")),
+        (lfps, "tables filled from the prompt and calibrated priors lose less than tables filled from the priors alone", full[1], of("lfps", "--lfps-rows 0")),
+        (ctkvr, "query centroids from the last queries of the prompt lose less than those from evenly spaced queries", full[2], of("ctkvr", "--ct-choose even")),
+        (ctkvr, "query centroids from evenly spaced queries lose less than those from random queries", of("ctkvr", "--ct-choose even"), of("ctkvr", "--ct-choose random")),
+        (ctkvr, "query centroids from random queries lose less than those from the first queries", of("ctkvr", "--ct-choose random"), of("ctkvr", "--ct-choose first")),
+        (ctkvr, "recalling the lists of four query centroids loses less than recalling those of two", full[2], of("ctkvr", "--ct-probes 2")),
+        (ctkvr, "over eight turns, replacing query centroids in decode steps loses less than keeping those of the first prompt", of("ctkvr", within="turns"), of("ctkvr", "--ct-keep --ct-update 0", within="turns")),
     ]
     named = {"a2ats": a2ats, "selfindex": signs, "lfps": lfps, "ctkvr": ctkvr}
     for method in PAPERS:
@@ -218,15 +224,15 @@ def claims(text, long, ablations):
         losses = [by_block(where, name, share=share) for name in (method, "quest")]
         found.append((named[method], f"`{method}` loses less than `quest` at {share:.0%} of the bytes".replace("%", " %"), *losses))
     ours = [
-        ("centroids of signs from the prompt and the calibration (`hybrid`) lose less than those from the prompt alone", of("one", "selfindex"), full[0]),
-        ("calibrated priors of `lfps` lose less than no priors", full[1], of("one", "lfps")),
+        ("centroids of signs from the prompt and the calibration (`hybrid`) lose less than those from the prompt alone", of("selfindex", "--sign-centroids hybrid"), full[0]),
+        ("calibrated priors of `lfps` lose less than no priors", full[1], of("lfps", "--lfps-prior 0")),
         ("eight buckets of distances lose less than the one distance of windowed RoPE (`a2ats`, `--positions buckets`)", codebook("windowed", "buckets"), both),
         ("`wpq` loses less than `selfindex` at 10 % of the bytes", by_block(long, "wpq", share=0.1), by_block(long, "selfindex", share=0.1)),
         *[(f"codes of half of the directions lose less than codes of all (`wpq`, {tokens} tokens, {share:.0%} of the bytes)".replace("%", " %"),
            by_block(where, "wpq", share=share), by_block(where, "wpq", "wpq-all", share))
           for where, tokens, share in ((text, "3,072", 0.1), (text, "3,072", 0.2), (long, "8,192", 0.05), (long, "8,192", 0.1))],
-        ("`wpq` with 32 bits per key loses less than `selfindex` with 64 bits, at equal budgets", of("base", "wpq", "wpq-32"), full[0]),
-        ("`wpq` loses less than `topk`, the exact choice, at equal budgets", of("base", "wpq"), of("base", "topk")),
+        ("`wpq` with 32 bits per key loses less than `selfindex` with 64 bits, at equal budgets", of("wpq", artifact="wpq-32"), full[0]),
+        ("`wpq` loses less than `topk`, the exact choice, at equal budgets", of("wpq"), of("topk")),
     ]
     return found + [("ours", *claim) for claim in ours]
 
@@ -267,7 +273,7 @@ def ratios(document, shares):
         ours, theirs = by_block(document, "wpq", share=share), np.array(best["kl_by_block"])
         picked = draw.integers(len(ours), size=(RESAMPLES, len(ours)))
         low, high = np.percentile(ours[picked].mean(1) / theirs[picked].mean(1), [2.5, 97.5])
-        form = FORMS.get(Path(best.get("artifact", "")).stem)
+        form = form_of(best, FORMS)
         name = f"`{best['method']}`{f' ({form})' if form else ''}"
         lines.append(f"| {percent(share)} | {name} | {theirs.mean():.4f} | {ours.mean():.4f} | {ours.mean() / theirs.mean():.2f} ({low:.2f} to {high:.2f}) |")
     return "\n".join(lines) + "\n"
@@ -288,7 +294,7 @@ def question_table(document):
     return "\n".join(lines) + "\n"
 
 
-KEPT = ("method", "artifact", "budget", "reads_target", "reads_sample", "bytes_read_fraction", "kl", "kl_median", "kl_p99", "top1_equal",
+KEPT = ("method", "artifact", "flags", "budget", "reads_target", "reads_sample", "bytes_read_fraction", "kl", "kl_median", "kl_p99", "top1_equal",
         "perplexity_ratio", "recall", "mass", "output_error", "index_bits_per_token", "needle_accuracy", "kl_by_block", "intervals")
 
 

@@ -119,10 +119,11 @@ class Study(Lab):
         prompt = ids[: -self.arguments.decode]
         return self.fitted(f"prompt-{domain}-{block}", [prompt], ["--seq-len", len(prompt), "--holdout", 0])
 
-    def losses(self, name, artifacts, domain, methods, documents=None, flags=()):
+    def losses(self, name, artifacts, domain, methods, documents=None, flags=(), also=()):
         """Return, by label and method, the KL of each block and the share of the bytes read, at the budgets found.
 
-        `artifacts` gives paths by label. All are measured on the same steps, against one run of full attention.
+        `artifacts` gives paths by label. All are measured on the same steps, against one run of full attention. The methods
+        with flags in `also` are found under their text.
         """
         documents = self.held_out(domain) if documents is None else documents
         text = self.tokens(f"{name}-{domain}", documents)
@@ -131,13 +132,14 @@ class Study(Lab):
         budgets = ",".join(f"{method}={self.budgets[method]}" for method in methods)
         options = ["--artifact", first, *against, "--tokens", text, "--max-tokens", 10**9,
                    "--seq-len", self.arguments.block, "--decode", self.arguments.decode, "--methods",
-                   ",".join(methods), "--budgets", budgets, *flags]
+                   ",".join(methods), "--budgets", budgets, *flags, *(word for one in also for word in ("--also", one))]
         document = self.eval(f"{name}-{domain}", options, [text, *artifacts.values()])
         labels = {str(of): label for label, of in artifacts.items()}
         found = {label: {} for label in artifacts}
         for row in document["rows"]:
             label = labels[row.get("artifact", str(first))]
-            found[label][row["method"]] = (np.array(row["kl_by_block"]), row["bytes_read_fraction"])
+            name = " ".join((row["method"], row["flags"])) if "flags" in row else row["method"]
+            found[label][name] = (np.array(row["kl_by_block"]), row["bytes_read_fraction"])
         return found
 
     def find_budgets(self, artifact):
@@ -171,23 +173,23 @@ def pays(study, main, arguments):
         "random codewords": study.edited("random", main, random_words, ("a2ats", "wpq")),
         "no data: random rotation, one bit a channel": study.edited("nodata", main, without_data, ("wpq",)),
     }
-    flags = ("--sign-centroids", "one-pass", "--lfps-prior", "0")
-    papers = {"selfindex": "centroids of the prompt alone (the paper)", "lfps": "no priors (the paper)"}
+    # By default selfindex has the centroids of the paper.
+    hybrid, no_prior = "selfindex --sign-centroids hybrid", "lfps --lfps-prior 0"
     for domain in HELD_OUT:
         documents = study.held_out(domain)
-        found = study.losses("pays", artifacts, domain, METHODS, flags=("--sign-centroids", "hybrid"))
-        own = study.losses("papers", {"papers": main}, domain, tuple(papers), flags=flags)["papers"]
+        found = study.losses("pays", artifacts, domain, METHODS, also=(hybrid, no_prior))
+        ours = found["calibrated"]
         each = [study.of_prompt(domain, i, ids) for i, ids in enumerate(documents)]
         each = [study.losses(f"prompt-{i}", {"": of}, domain, ("a2ats", "wpq"), [ids])[""] for i, (of, ids) in enumerate(zip(each, documents))]
-        rows = {method: [("calibrated", found["calibrated"][method])] for method in METHODS}
+        rows = {method: [("calibrated", ours[hybrid if method == "selfindex" else method])] for method in METHODS}
         for method in ("a2ats", "wpq"):
             rows[method].append(("random codewords", found["random codewords"][method]))
             losses = np.concatenate([of[method][0] for of in each])
             rows[method].append(("fitted to the prompt", (losses, np.mean([of[method][1] for of in each]))))
         without = "no data: random rotation, one bit a channel"
         rows["wpq"].append((without, found[without]["wpq"]))
-        for method, label in papers.items():
-            rows[method].append((label, own[method]))
+        rows["selfindex"].append(("centroids of the prompt alone (the paper)", ours["selfindex"]))
+        rows["lfps"].append(("no priors (the paper)", ours[no_prior]))
         for method in METHODS:
             table(f"`{method}`, {domain}: {len(documents)} blocks", rows[method], rows[method][0][1][0])
 
@@ -208,8 +210,9 @@ def lengths(study, main, arguments):
 
 
 def across(study, title, artifacts):
+    """Compare artifacts; selfindex with calibrated centroids, because by default it has those of the prompt alone."""
     for domain in HELD_OUT:
-        found = study.losses(title, artifacts, domain, METHODS)
+        found = study.losses(title, artifacts, domain, METHODS, flags=("--sign-centroids", "hybrid"))
         first = next(iter(artifacts))
         for method in METHODS:
             rows = [(label, of[method]) for label, of in found.items()]

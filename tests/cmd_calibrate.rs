@@ -125,6 +125,33 @@ fn product_quantisers_of_every_size() {
     );
 }
 
+/// The manifests of earlier versions do not say how many directions the codes describe, which is all.
+#[test]
+fn product_quantisers_of_earlier_versions() {
+    let scratch = Scratch::new();
+    let model = checkpoint("llama_default");
+    let tokens = scratch.tokens("tokens.json", &documents(&[300], 1));
+    let art = scratch.make(
+        "art",
+        &format!("calibrate --model {model} --tokens {tokens} --size 8"),
+    );
+    let old = scratch.path("old");
+    resealed(&art, &old, |manifest| {
+        let params = manifest["sections"]["wpq"].as_object_mut().unwrap();
+        assert_eq!(params.remove("directions"), Some(json!(16)));
+    });
+    kvsmith(&format!("inspect --verify --model {model} {old}")).ok();
+    let rows = |artifact: &str| {
+        let eval = format!("eval --model {model} --artifact {artifact} --tokens {tokens} --decode 8");
+        let json = kvsmith(&format!(
+            "{eval} --methods wpq --budgets 20 --sinks 1 --window 4 --json"
+        ))
+        .json();
+        json["rows"].clone()
+    };
+    assert_eq!(rows(&old), rows(&art));
+}
+
 /// Codes of wide heads describe half of the principal directions, others all, unless a flag says otherwise. What they
 /// leave out counts as error, so that more directions explain more.
 #[test]

@@ -696,6 +696,55 @@ fn a_budget_beside_others_gives_what_it_gives_alone() {
 }
 
 #[test]
+fn other_flags_beside_a_method_give_what_they_give_alone() {
+    let model = Model::new("llama_default", &[60, 50]);
+    let eval = |options: &str, also: &[&str]| -> Value {
+        let (files, tokens) = (&model.files, &model.tokens);
+        let mut command = command(&format!(
+            "eval {files} --tokens {tokens} --json --decode 12 --sinks 1 --window 3 {options}"
+        ));
+        also.iter().for_each(|also| {
+            command.args(["--also", also]);
+        });
+        Outcome::of(command.output().unwrap()).json()
+    };
+    let rows = |json: &Value| json["rows"].as_array().unwrap().clone();
+    let also = [
+        "lfps --lfps-theta 1",
+        "ctkvr --ct-probes 1",
+        "lfps --lfps-theta 0.2",
+    ];
+    let together = eval("--methods ctkvr,lfps --budgets 6", &also);
+    let together_rows = rows(&together);
+    let asked = ["ctkvr", "lfps"].into_iter().chain(also);
+    for (row, asked) in together_rows.iter().zip(asked) {
+        let (method, flags) = asked.split_once(' ').unwrap_or((asked, ""));
+        let alone = &rows(&eval(&format!("--methods {method} --budgets 6 {flags}"), &[]))[0];
+        assert_eq!(row["method"], alone["method"]);
+        assert_eq!(row["flags"].as_str().unwrap_or(""), flags);
+        for key in [
+            "kl",
+            "recall",
+            "bypass_fraction",
+            "bytes_read_fraction",
+            "exact_dot_fraction",
+        ] {
+            let [own, alone] = [row, alone].map(|row| row[key].as_f64().unwrap());
+            // Rows of the model's products are summed in another order beside others.
+            assert!((own - alone).abs() <= 1e-5, "{asked}: {key} {own}, alone {alone}");
+        }
+    }
+    assert_eq!(together_rows.len(), 5);
+    assert_ne!(
+        together_rows[1]["bypass_fraction"],
+        together_rows[4]["bypass_fraction"]
+    );
+    assert_ne!(together_rows[0]["recall"], together_rows[3]["recall"]);
+    let pair = together["differences"].as_array().unwrap().last().unwrap();
+    assert_eq!(pair["flags"], json!(["--lfps-theta 1", "--lfps-theta 0.2"]));
+}
+
+#[test]
 fn threads_change_nothing() {
     let model = Model::new("qwen2_sliding", &[60, 40]);
     let run = |threads: usize| {

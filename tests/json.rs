@@ -204,6 +204,13 @@ fn every_command_prints_what_the_page_says() {
                 path("without")
             )),
             json(&format!("{eval} --tokens {tokens} --reads 0.01,0.9")),
+            Outcome::of(
+                command(&format!("{eval} --tokens {tokens} --json"))
+                    .args(["--also", "lfps --lfps-theta 1"])
+                    .output()
+                    .unwrap(),
+            )
+            .json(),
             json(&format!(
                 "{eval} --tokens {many} --sinks 1 --window 2 --budgets 2"
             )),

@@ -1,5 +1,6 @@
 //! `kvsmith eval`: measures what methods lose against full attention.
 
+mod also;
 mod blocks;
 pub mod needles;
 mod plan;
@@ -24,6 +25,7 @@ use crate::model::Decoder;
 use crate::model::tokenizer::Tokenizer;
 use crate::runner::Options;
 use crate::runner::eval::{Bootstrap, Evaluation, FEWEST, Variant};
+use also::Also;
 use blocks::Blocks;
 use needles::{NeedleLine, Reader};
 use plan::{BudgetOf, Entry};
@@ -52,6 +54,10 @@ pub struct Args {
     /// it needs the section `tail` of --artifact
     #[arg(help_heading = "Measurement", long, value_name = "A,B", value_delimiter = ',', required = true, value_parser = NamedParser)]
     methods: Vec<Named>,
+    /// Also measure a method with other values of its own flags, on the same steps: --also "lfps --lfps-theta 1". The
+    /// flags of this method outside the quotes do not apply to it. May be given several times
+    #[arg(help_heading = "Measurement", long, value_name = "NAME --FLAG X", value_parser = Also::parse)]
+    also: Vec<Also>,
     /// Budgets to measure each method with; NAME=X applies to the method NAME only. A budget is a fraction of the
     /// context (0.06 or 6%) or, above 1, a number of positions. The static set, the index and keys that are read only
     /// to rank do not count
@@ -101,6 +107,12 @@ impl Args {
     fn artifacts(&self) -> impl Iterator<Item = &PathBuf> {
         self.reading.artifact().into_iter().chain(&self.against)
     }
+
+    /// Returns the methods of `--methods` and of `--also`.
+    fn named(&self) -> impl Iterator<Item = Named> {
+        let others = self.also.iter().map(|also| also.named);
+        self.methods.iter().copied().chain(others)
+    }
 }
 
 impl Args {
@@ -109,7 +121,7 @@ impl Args {
         let (log, given) = (global.log(), |flag: &str| {
             global.given.iter().any(|given| given == flag)
         });
-        if self.methods.iter().all(|named| named.method == FULL) {
+        if self.named().all(|named| named.method == FULL) {
             for flag in ["budgets", "reads"].into_iter().filter(|flag| given(flag)) {
                 log.warn(&format!(
                     "--{flag} has no effect here: full attention reads everything"
@@ -130,7 +142,7 @@ pub fn run(args: &Args, global: &Global) -> Result<()> {
     args.reading.check(device.as_ref())?;
     let decoder = open_model(&args.model, log)?;
     let device = device_for(device, &decoder, global)?;
-    let named: Vec<MethodName> = args.methods.iter().map(|named| named.method).collect();
+    let named: Vec<MethodName> = args.named().map(|named| named.method).collect();
     args.reading.warn_of_unused(&named, global);
     args.warn_of_unused(global);
     let artifacts = args
@@ -141,7 +153,11 @@ pub fn run(args: &Args, global: &Global) -> Result<()> {
     let method = |entry: &Entry| {
         let Named { method, tail } = entry.named;
         let artifact = artifacts.get(entry.artifact);
-        args.reading.method(method, tail, artifact, &decoder, global)
+        let params = entry
+            .also
+            .map_or(&args.reading.methods, |also| &args.also[also].params);
+        args.reading
+            .method(method, tail, params, artifact, &decoder, global)
     };
     let methods: Vec<Box<dyn Method>> = entries.iter().map(method).collect::<Result<_>>()?;
     let options = |artifact| {

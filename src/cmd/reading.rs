@@ -181,6 +181,7 @@ impl Reading {
         &self,
         name: MethodName,
         tail: bool,
+        params: &MethodParams,
         artifact: Option<&Artifact>,
         decoder: &Decoder,
         global: &Global,
@@ -189,7 +190,7 @@ impl Reading {
             artifact,
             rope: &decoder.rope,
             sizes: decoder.config.sizes(),
-            params: &self.methods,
+            params,
             seed: global.seed,
         };
         let mut method = name.prepare(&ask)?;

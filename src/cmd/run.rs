@@ -207,9 +207,16 @@ pub fn run(args: &Args, global: &Global) -> Result<()> {
     if choice.method == FULL && args.budget.is_some() {
         log.warn("--budget has no effect here: full attention reads everything");
     }
-    let method = args
-        .reading
-        .method(choice.method, choice.tail, artifact.as_ref(), &decoder, global)?;
+    let (reading, params) = (&args.reading, &args.reading.methods);
+    let artifact_of_method = artifact.as_ref();
+    let method = reading.method(
+        choice.method,
+        choice.tail,
+        params,
+        artifact_of_method,
+        &decoder,
+        global,
+    )?;
     let options = args
         .reading
         .options(choice.budget, artifact.as_ref(), device.as_ref())?;

@@ -9,7 +9,7 @@ use crate::kv::Budget;
 use crate::method::tail;
 use crate::progress::Log;
 
-/// A method with an artifact.
+/// A method with an artifact and flags.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Entry {
     /// The method as `--methods` names it.
@@ -18,12 +18,18 @@ pub struct Entry {
     pub named: Named,
     /// Index of the artifact among those given.
     pub artifact: usize,
+    /// Index of the flags among those of `--also`; `None` for those of the command.
+    pub also: Option<usize>,
 }
 
-/// Lists each method with the first artifact (or none), then with each further artifact that it reads.
+/// Lists each method with the first artifact (or none), then with each further artifact that it reads; first those of
+/// `--methods`, then those of `--also`.
 pub fn entries(args: &Args, artifacts: &[Artifact]) -> Vec<Entry> {
     let mut entries = Vec::new();
-    for asked in &args.methods {
+    let plain = args.methods.iter().map(|asked| (asked, None));
+    let others = args.also.iter().enumerate();
+    let others = others.map(|(index, also)| (&also.named, Some(index)));
+    for (asked, also) in plain.chain(others) {
         let named = Named {
             tail: asked.tail || args.reading.tail(),
             ..*asked
@@ -44,15 +50,16 @@ pub fn entries(args: &Args, artifacts: &[Artifact]) -> Vec<Entry> {
             asked: *asked,
             named,
             artifact,
+            also,
         }));
     }
     entries
 }
 
-/// Returns the index of the first entry that has the method and the artifact of entry `index`: entries with the same
-/// number share a retrieval index.
+/// Returns the index of the first entry that has the method, the artifact and the flags of entry `index`: entries with the
+/// same number share a retrieval index.
 pub fn number(entries: &[Entry], index: usize) -> usize {
-    let of = |entry: &Entry| (entry.named.method, entry.artifact);
+    let of = |entry: &Entry| (entry.named.method, entry.artifact, entry.also);
     let own = of(&entries[index]);
     entries.iter().position(|entry| of(entry) == own).unwrap_or(index)
 }
@@ -110,10 +117,10 @@ pub fn rows(args: &Args, entries: &[Entry], log: Log, read: &mut reads::ReadShar
         };
         return Ok(found.iter().map(row).collect());
     }
-    let unused = |budget: &&BudgetOf| !args.methods.iter().any(|method| budget.is_for(*method));
+    let unused = |budget: &&BudgetOf| !args.named().any(|method| budget.is_for(method));
     if let Some(method) = args.budgets.iter().find(unused).and_then(|budget| budget.method) {
         return Err(Error::usage(format!(
-            "--budgets has a budget for `{method}`, which is not in --methods"
+            "--budgets has a budget for `{method}`, which is not in --methods or --also"
         ))
         .hint("add the method to --methods, or remove its budget"));
     }

@@ -62,6 +62,9 @@ impl Measurements<'_> {
         if let Some(artifact) = self.artifact_of(planned) {
             row["artifact"] = json!(artifact);
         }
+        if let Some(flags) = self.flags_of(planned) {
+            row["flags"] = json!(flags);
+        }
         if let Some([target, sampled]) = planned.reads {
             row["reads_target"] = json!(target);
             row["reads_sample"] = json!(sampled);
@@ -130,6 +133,12 @@ impl Measurements<'_> {
         path.map(PathBuf::as_path)
     }
 
+    /// Returns the flags of a row of `--also`.
+    fn flags_of(&self, planned: &Planned) -> Option<String> {
+        let also = self.entries[planned.entry].also?;
+        Some(self.args.also[also].to_string())
+    }
+
     /// Returns the 95 % interval of each metric; null with too few blocks or lines.
     fn intervals(&self, report: &VariantReport) -> Value {
         let Some(bootstrap) = self.intervals else {
@@ -164,7 +173,7 @@ impl Measurements<'_> {
         out
     }
 
-    /// Tells whether two rows belong to different methods or artifacts and to the same share or budget.
+    /// Tells whether two rows belong to different methods, artifacts or flags and to the same share or budget.
     fn is_comparable(&self, a: &Planned, b: &Planned) -> bool {
         let share = |p: &Planned| p.reads.map(|[target, _]| target);
         a.entry != b.entry && share(a) == share(b) && (a.reads.is_some() || a.budget == b.budget)
@@ -195,6 +204,9 @@ impl Measurements<'_> {
         });
         if self.artifacts.len() > 1 {
             out["artifacts"] = json!([left, right].map(|of| self.artifact_of(of)));
+        }
+        if !self.args.also.is_empty() {
+            out["flags"] = json!([left, right].map(|of| self.flags_of(of)));
         }
         out
     }
@@ -251,8 +263,8 @@ pub fn text(rows: &[Value], needles: bool) -> String {
         true => (&ON_NEEDLES, &DETAILS[..3]),
         false => (&ON_TEXT, &DETAILS),
     };
-    let files = files(rows);
-    let place = |row| place(row, &files);
+    let (files, flags) = (named(rows, "artifact"), named(rows, "flags"));
+    let place = |row| place(row, &files, &flags);
     let mut out = heading(main);
     for row in rows {
         let least = row["reads_sample"].as_f64().filter(|_| row["budget"].is_null());
@@ -295,18 +307,22 @@ pub fn text(rows: &[Value], needles: bool) -> String {
     for (i, file) in files.iter().enumerate() {
         out += &format!("\n[{}] {file}", i + 1);
     }
-    out + if files.is_empty() { "" } else { "\n" }
+    for (i, flags) in flags.iter().enumerate() {
+        out += &format!("\n({}) {flags}", i + 1);
+    }
+    let is_explained = !files.is_empty() || !flags.is_empty();
+    out + if is_explained { "\n" } else { "" }
 }
 
-/// Lists the artifacts that the rows name, in the order of the rows.
-fn files(rows: &[Value]) -> Vec<&str> {
-    let mut files: Vec<&str> = Vec::new();
-    for file in rows.iter().filter_map(|row| row["artifact"].as_str()) {
-        if !files.contains(&file) {
-            files.push(file);
+/// Lists the artifacts or flags that the rows name, in the order of the rows.
+fn named<'a>(rows: &'a [Value], key: &str) -> Vec<&'a str> {
+    let mut all: Vec<&str> = Vec::new();
+    for own in rows.iter().filter_map(|row| row[key].as_str()) {
+        if !all.contains(&own) {
+            all.push(own);
         }
     }
-    files
+    all
 }
 
 /// Width of a row's name in front of the columns; with the columns, a line has at most 80 characters.
@@ -320,19 +336,22 @@ fn heading(columns: &[EvalColumn]) -> String {
     format!("{place:<PLACE$}{}\n", titles.collect::<String>())
 }
 
-/// Names a row by its method, the number of its artifact if there are several, and its budget.
-fn place(row: &Value, files: &[&str]) -> String {
+/// Names a row by its method, the number of its flags if it has some, that of its artifact if there are several, and its
+/// budget.
+fn place(row: &Value, files: &[&str], flags: &[&str]) -> String {
     let budget = match row["budget"].as_f64() {
         Some(budget) if budget <= 1.0 => format!("{budget:.4}"),
         Some(budget) => format!("{budget}"),
         None => "-".to_owned(),
     };
-    let method = row["method"].as_str().unwrap_or("");
-    let number = files.iter().position(|file| row["artifact"] == *file);
-    let name = match number {
-        Some(index) => format!("{method} [{}]", index + 1),
-        None => method.to_owned(),
-    };
+    let number = |key, all: &[&str]| all.iter().position(|own| row[key] == *own);
+    let mut name = row["method"].as_str().unwrap_or("").to_owned();
+    if let Some(index) = number("flags", flags) {
+        name += &format!(" ({})", index + 1);
+    }
+    if let Some(index) = number("artifact", files) {
+        name += &format!(" [{}]", index + 1);
+    }
     format!("{name:<14} {budget:>7}")
 }
 

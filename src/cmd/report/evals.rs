@@ -28,7 +28,7 @@ const UNSHOWN: [&str; 4] = [
 pub struct Measured {
     /// Name of the file.
     pub file: String,
-    /// What the page shows of it. Rows keep their places; those of other artifacts are null.
+    /// What the page shows of it. Rows keep their places; those of other artifacts and of `--also` are null.
     pub document: Value,
 }
 
@@ -155,7 +155,7 @@ impl Heading {
         }
     }
 
-    /// Tells for each row whether it was measured with the artifact, or without one.
+    /// Tells for each row whether the page shows it: whether it was measured with the artifact, or without one.
     fn rows_of(&self, own: &Path, artifact: &Artifact) -> Result<Vec<bool>> {
         let digest = artifact.manifest.sections_sha256();
         let file = match &self.artifacts {
@@ -167,7 +167,7 @@ impl Heading {
             None => own.to_str(),
         };
         if self.artifacts.as_ref().is_some_and(Vec::is_empty) {
-            return Ok(vec![true; self.rows.len()]);
+            return Ok(self.rows.iter().map(Row::is_of_page).collect());
         }
         let single = self.artifacts.as_ref().is_none_or(|sources| sources.len() == 1);
         let of_own = |row: &Row| match (&row.artifact, file) {
@@ -178,7 +178,7 @@ impl Heading {
         let kept = self
             .rows
             .iter()
-            .map(|row| !reads_artifact(&row.method) || of_own(row));
+            .map(|row| row.is_of_page() && (!reads_artifact(&row.method) || of_own(row)));
         let kept: Vec<bool> = kept.collect();
         match kept.contains(&true) {
             true => Ok(kept),

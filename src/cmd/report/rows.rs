@@ -11,6 +11,8 @@ pub struct Row {
     pub method: String,
     /// File of the artifact, where there were several.
     pub artifact: Option<String>,
+    /// Flags of `--also`.
+    flags: Option<String>,
     budget: Option<f64>,
     reads_target: Option<f64>,
     bytes_read_fraction: Option<f64>,
@@ -85,6 +87,11 @@ impl Task {
 }
 
 impl Row {
+    /// Tells whether the page may show the row: a row of `--also` would stand beside another one of its method.
+    pub fn is_of_page(&self) -> bool {
+        self.flags.is_none()
+    }
+
     /// Tells whether nothing was measured, because no budget reads so little.
     fn is_empty(&self) -> bool {
         self.budget.is_none()
