@@ -1,8 +1,6 @@
 //! `bench`: what the documents of `--json` say, and which flags are refused.
 
-mod common;
-
-use common::kvsmith;
+use crate::common::kvsmith;
 use serde_json::Value;
 
 fn number(row: &Value, name: &str) -> f64 {

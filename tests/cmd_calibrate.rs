@@ -1,12 +1,10 @@
 //! `calibrate`: the same bytes as running its steps as single commands, with any number of threads, resumed or not.
 
-mod common;
-
 use std::path::Path;
 use std::process::Child;
 use std::time::Duration;
 
-use common::*;
+use crate::common::*;
 use kvsmith::artifact::Artifact;
 use kvsmith::method::sections::SECTIONS;
 use serde_json::{Value, json};
