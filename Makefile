@@ -54,13 +54,13 @@ cuda:
 test: setup vulkan chromium target/python/complete
 	@sh scripts/cuda.sh target/cuda || echo "note: no CUDA compiler: the tests that need one will be ignored" >&2
 	$(CARGO) test --locked
-	KVSMITH_PYTHON=$(abspath $(PYTHON)) $(CARGO) test --locked --test docs --test tasks -- --ignored
+	KVSMITH_PYTHON=$(abspath $(PYTHON)) $(CARGO) test --locked --test suite -- --ignored docs:: tasks::
 
 # A real model in $(REAL)/model and texts in $(REAL)/text, checked; what is there is not fetched again.
 real: all $(REAL)/python/complete
 	@sh scripts/real.sh $(REAL)
 	KVSMITH_REAL=$(abspath $(REAL)) KVSMITH_PYTHON=$(abspath $(REAL_PYTHON)) \
-		$(CARGO) test --locked --test real -- --ignored
+		$(CARGO) test --locked --test suite -- --ignored real::
 
 # docs/results.md from the real model, docs/small.md from the bundled one; goes on where it stopped.
 results: real

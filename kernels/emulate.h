@@ -68,13 +68,15 @@ emulate_switch:
     popq %r12
     popq %rbx
     popq %rbp
-    ret
+    // Processors predict where a return goes to from the calls before it, here always wrongly.
+    popq %rcx
+    jmp *%rcx
 )");
 struct Context {
     void* at = nullptr;
     void start(char* stack, size_t size, void (*entry)()) {
-        // Above the saved registers lies the return address. Once it is popped, the stack pointer is an odd multiple
-        // of 8, as after a call.
+        // Above the saved registers lies the address of the code. Once it is popped, the stack pointer is an odd
+        // multiple of 8, as after a call.
         void** top = (void**)(stack + size);
         top[-1] = nullptr;
         top[-2] = (void*)entry;
@@ -95,7 +97,7 @@ struct Context {
 };
 #endif
 
-enum class State { Runs, AtWarp, AtBlock, Done };
+enum class State { AtWarp, AtBlock, Done };
 
 // An asynchronous copy of 16 bytes into shared memory (zeros if `from` is null), with the number of its group.
 struct Copy {
@@ -128,11 +130,19 @@ inline std::vector<std::pair<void*, size_t>> arrays;
 constexpr size_t MOST_PASSED = 64;
 alignas(16) inline char exchange[MOST_THREADS / 32][2][32][MOST_PASSED];
 inline void (*body)();
+// The lanes of the running warp that have still to take their turn, and the step from one to the next: 1 or -1.
+inline unsigned lanes_left;
+inline int lane_step;
 
+// Ends the turn of a lane, which the next lane of its warp takes over.
 inline void wait(State state, unsigned line) {
-    self->state = state;
-    self->line = line;
-    self->context.yield_to(scheduler);
+    Thread* waits = self;
+    waits->state = state;
+    waits->line = line;
+    if (lanes_left == 0) return waits->context.yield_to(scheduler);
+    lanes_left--;
+    self += lane_step;
+    waits->context.yield_to(self->context);
 }
 
 inline void enter() {
@@ -157,22 +167,21 @@ inline bool all_in(State state, unsigned first, unsigned end, const char* name) 
     return count > 0;
 }
 
-// Runs a warp until its lanes reach a barrier of the block or end.
+// Runs a warp until its lanes reach a barrier of the block or end. They take turns all together, since a barrier that
+// only some of them reach is a failure.
 inline void run_warp(unsigned first, unsigned end) {
     for (bool backwards = first / 32 % 2;; backwards = !backwards) {
-        for (unsigned i = first; i < end; i++) {
-            self = &threads[backwards ? end - 1 - (i - first) : i];
-            if (self->state == State::Runs) scheduler.yield_to(self->context);
-        }
+        self = &threads[backwards ? end - 1 : first];
+        lane_step = backwards ? -1 : 1;
+        lanes_left = end - first - 1;
+        scheduler.yield_to(self->context);
         if (!all_in(State::AtWarp, first, end, "warp")) return;
-        for (unsigned i = first; i < end; i++) threads[i].state = State::Runs;
     }
 }
 
 inline void run_block() {
     static char* stacks = (char*)malloc(STACK * MOST_THREADS);
     for (unsigned i = 0; i < n_threads; i++) {
-        threads[i].state = State::Runs;
         threads[i].arrays = threads[i].exchanges = threads[i].groups = 0;
         threads[i].copies.clear();
         threads[i].index = {i % block_size.x, i / block_size.x % block_size.y, i / block_size.x / block_size.y};
@@ -184,7 +193,6 @@ inline void run_block() {
             run_warp(first, first + 32);
         }
         if (!all_in(State::AtBlock, 0, n_threads, "block")) break;
-        for (unsigned i = 0; i < n_threads; i++) threads[i].state = State::Runs;
     }
     for (auto& array : arrays) free(array.first);
     arrays.clear();

@@ -1,8 +1,6 @@
 //! An artifact against the model it is used with: sizes, values, and heads whose keys were all equal or never seen.
 
-mod common;
-
-use common::*;
+use crate::common::*;
 use kvsmith::artifact::{Artifact, Fit, FitText, HeadDone, LayerPart, LayerStates, Section, SectionKind};
 use kvsmith::compute::cpu::Cpu;
 use kvsmith::error::Result;

@@ -1,8 +1,6 @@
 //! `bench`: what the documents of `--json` say, and which flags are refused.
 
-mod common;
-
-use common::kvsmith;
+use crate::common::kvsmith;
 use serde_json::Value;
 
 fn number(row: &Value, name: &str) -> f64 {
@@ -180,14 +178,15 @@ fn encoding_is_set_against_a_product() {
 #[test]
 fn a_layer_is_set_against_a_product() {
     let layer = "--heads 4 --kv-heads 2 --head-dim 24 --hidden 100 --intermediate 150";
-    for kind in ["f32", "bf16"] {
+    for (kind, tokens) in [("f32", "1,70"), ("bf16", "70")] {
         let found = rows(&format!(
-            "bench prefill --json --tokens 1,70 {layer} --weights {kind} --runs 1"
+            "bench prefill --json --tokens {tokens} {layer} --weights {kind} --runs 1"
         ));
         let names: Vec<&str> = found.iter().filter_map(|row| row["name"].as_str()).collect();
         let once =
             ["q", "k", "v", "o", "gate", "up", "down", "attention"].map(|name| format!("prefill {name}"));
-        assert_eq!(names, [&once[..], &once[..]].concat());
+        let times = tokens.split(',').count();
+        assert_eq!(names, [&once[..]].repeat(times).concat());
         // Products by hand; of attention, two for every position that a position sees.
         let of_70 = [
             96 * 100,
@@ -200,7 +199,9 @@ fn a_layer_is_set_against_a_product() {
         ];
         let mut flops = of_70.map(|values| 2.0 * 70.0 * f64::from(values)).to_vec();
         flops.push(4.0 * 96.0 * (70.0 * 71.0 / 2.0));
-        for (row, flop) in found[8..].iter().zip(flops) {
+        let of_70_tokens = &found[8 * (times - 1)..];
+        assert_eq!(of_70_tokens.len(), flops.len());
+        for (row, flop) in of_70_tokens.iter().zip(flops) {
             let number = |name: &str| number(row, name);
             let rate = flop / number("median_s") * 1e-9;
             assert!((number("gflops") / rate - 1.0).abs() < 1e-9, "{row}");
@@ -208,7 +209,12 @@ fn a_layer_is_set_against_a_product() {
             assert!((share / rate - 1.0).abs() < 1e-9, "{row}");
             assert_eq!((&row["device"], &row["runs"]), (&"cpu".into(), &1.into()));
         }
-        assert!(found[8]["shape"].as_str().expect("a shape").ends_with(kind));
+        assert!(
+            of_70_tokens[0]["shape"]
+                .as_str()
+                .expect("a shape")
+                .ends_with(kind)
+        );
     }
     kvsmith("bench prefill --device cuda").fails(3, "CPU only", "--device cpu");
     kvsmith("bench prefill --device wgpu").fails(3, "CPU only", "--device cpu");

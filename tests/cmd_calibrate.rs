@@ -1,12 +1,10 @@
 //! `calibrate`: the same bytes as running its steps as single commands, with any number of threads, resumed or not.
 
-mod common;
-
 use std::path::Path;
 use std::process::Child;
 use std::time::Duration;
 
-use common::*;
+use crate::common::*;
 use kvsmith::artifact::Artifact;
 use kvsmith::method::sections::SECTIONS;
 use serde_json::{Value, json};
@@ -447,8 +445,8 @@ impl Run {
 
     /// A run that `signal` stopped after its first layer; the input grows until it is slow enough.
     fn stopped_by(signal: i32) -> (Self, Outcome) {
-        for doubling in 0..6 {
-            let run = Self::new(10_000 << doubling);
+        for doubling in 0..8 {
+            let run = Self::new(2_000 << doubling);
             let Some(child) = run.start() else { continue };
             send(&child, signal);
             let outcome = Outcome::of(child.wait_with_output().unwrap());

@@ -1,7 +1,5 @@
 //! `run --chat`: turns on one cache, from ids, from stdin and through chat templates.
 
-mod common;
-
 use std::io::{BufRead, BufReader, Read, Write};
 use std::os::fd::{FromRawFd, OwnedFd};
 use std::os::unix::process::CommandExt;
@@ -9,7 +7,7 @@ use std::path::Path;
 use std::process::{Child, Command, Stdio};
 use std::sync::{Arc, Mutex};
 
-use common::*;
+use crate::common::*;
 use kvsmith::method::registry::METHODS;
 use kvsmith::model::chat::{ChatTemplate, Message};
 use serde_json::{Value, json};

@@ -1,10 +1,8 @@
 //! `dump` and `moments`: the dump folder, its content, and which inputs are accepted.
 
-mod common;
-
 use std::path::Path;
 
-use common::*;
+use crate::common::*;
 use half::{bf16, f16};
 use kvsmith::model::Decoder;
 use ndarray::{Array1, Array3, ArrayView1, ArrayView3, Axis, concatenate};

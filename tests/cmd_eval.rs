@@ -1,10 +1,8 @@
 //! `eval`: its metrics against naive computations, and the properties that they must have.
 
-mod common;
-
 use std::time::Duration;
 
-use common::*;
+use crate::common::*;
 use kvsmith::artifact::Artifact;
 use kvsmith::compute::reference;
 use kvsmith::kv::Budget;

@@ -1,8 +1,6 @@
 //! `eval` at equal bytes, its losses and intervals, and questions that are fed token by token.
 
-mod common;
-
-use common::*;
+use crate::common::*;
 use kvsmith::kv::packed::Center;
 use kvsmith::kv::{Budget, KvType};
 use kvsmith::method::registry::MethodName;

@@ -1,8 +1,6 @@
 //! `inspect`: what is in an artifact, and whether it is intact.
 
-mod common;
-
-use common::*;
+use crate::common::*;
 use serde_json::{Value, json};
 
 /// An artifact of `qwen2_sliding` (three layers, two KV heads) in a scratch folder.

@@ -1,10 +1,8 @@
 //! `plan` against the memory and disk that `calibrate` and `dump` then take, and `calibrate --plan`.
 
-mod common;
-
 use std::path::Path;
 
-use common::*;
+use crate::common::*;
 use serde_json::{Value, json};
 
 /// Bytes of a file, or of the files of a folder.

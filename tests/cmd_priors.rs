@@ -1,10 +1,8 @@
 //! `priors`: every bucket and scalar against its definition, computed naively in f64.
 
-mod common;
-
 use std::collections::BTreeSet;
 
-use common::*;
+use crate::common::*;
 use kvsmith::artifact::Artifact;
 use kvsmith::dump::{Dump, State};
 use kvsmith::method::lfps::Population;

@@ -1,8 +1,6 @@
 //! `run`: tokens, trace and numbers of every method.
 
-mod common;
-
-use common::*;
+use crate::common::*;
 use kvsmith::method::registry::METHODS;
 use serde_json::{Value, json};
 

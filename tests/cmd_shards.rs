@@ -2,12 +2,10 @@
 //! their number; a part that is missing, foreign or damaged is refused by name; a task that is killed, repeated or run
 //! twice costs that task alone.
 
-mod common;
-
 use std::collections::BTreeMap;
 use std::path::Path;
 
-use common::*;
+use crate::common::*;
 use serde_json::{Value, json};
 
 /// The commands that fit a section, each with the flags that it gets here.
@@ -366,7 +364,7 @@ fn finished_parts_are_not_made_again() {
     let job = Job::new("llama_default", &[70, 60], "--seq-len 40");
     let out = job.scratch.path("shard");
     let run = |command: &str, variables: &[(&str, &str)]| {
-        let mut command = common::command(command);
+        let mut command = crate::common::command(command);
         Outcome::of(command.envs(variables.iter().copied()).output().unwrap())
     };
     let slurm = [
@@ -461,7 +459,7 @@ fn killed_tasks_are_done_again() {
             let folder = job.scratch.path("killed");
             std::fs::create_dir(&folder).unwrap();
             let full = format!("{command} -o {folder}/out");
-            let mut killed = common::command(&full);
+            let mut killed = crate::common::command(&full);
             let outcome = Outcome::of(
                 killed
                     .env("KVSMITH_DISK_FAULT", format!("kill:{at}"))

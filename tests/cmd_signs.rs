@@ -1,8 +1,6 @@
 //! `signs`: sign-pattern centroids against their definition, computed naively in f64.
 
-mod common;
-
-use common::*;
+use crate::common::*;
 use half::f16;
 use kvsmith::artifact::Artifact;
 use kvsmith::compute::cpu::sign_sums;

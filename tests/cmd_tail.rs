@@ -1,10 +1,8 @@
 //! Tails: the fit against its definition in f64, and how `run` and `eval` use a tail.
 
-mod common;
-
 use std::ops::Range;
 
-use common::*;
+use crate::common::*;
 use kvsmith::artifact::Artifact;
 use kvsmith::dump::{Dump, State};
 use kvsmith::method::sections::SECTIONS;

@@ -1,10 +1,8 @@
 //! `verdict`: equal to what `eval` measures on the held-out text, and how `run` and `inspect` use it.
 
-mod common;
-
 use std::path::Path;
 
-use common::*;
+use crate::common::*;
 use kvsmith::artifact::{Artifact, Verdict};
 use kvsmith::method::sections::SECTIONS;
 use serde_json::{Value, json};

@@ -2,12 +2,10 @@
 //! existing file is lost, and no file is half written. The same command then gives the same bytes as a run that was not
 //! stopped, and leaves nothing else behind.
 
-mod common;
-
 use std::collections::BTreeMap;
 use std::path::Path;
 
-use common::*;
+use crate::common::*;
 
 /// More changes than any command here makes.
 const ENOUGH: usize = 400;
@@ -116,7 +114,7 @@ impl Inputs {
         let command = names.fold(command.replace("OUT", folder), |text, (name, path)| {
             text.replace(name, path)
         });
-        let mut command = common::command(&command);
+        let mut command = crate::common::command(&command);
         command.envs(fault.map(|fault| ("KVSMITH_DISK_FAULT", fault)));
         Outcome::of(command.output().unwrap())
     }

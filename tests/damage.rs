@@ -1,13 +1,11 @@
 //! Files with flipped bits, truncated files and garbage: always an error or a clean success, never a panic and never a
 //! huge allocation.
 
-mod common;
-
 use std::alloc::{GlobalAlloc, Layout, System};
 use std::path::Path;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
-use common::*;
+use crate::common::*;
 use half::bf16;
 use kvsmith::artifact::Artifact;
 use kvsmith::dump::Dump;

@@ -1,12 +1,10 @@
 //! The documentation against the program: `docs/artifact.md` is enough to read an artifact from Python, and what the
 //! pages name exists.
 
-mod common;
-
 use std::path::Path;
 use std::process::Command;
 
-use common::{golden, root};
+use crate::common::{golden, root};
 use kvsmith::artifact::Artifact;
 use kvsmith::method::a2ats::Codebooks;
 use kvsmith::method::lfps::priors::{Priors, SCALARS};

@@ -1,8 +1,6 @@
 //! Every failure says so: exit code, what caused it, a hint, and nothing left behind.
 
-mod common;
-
-use common::*;
+use crate::common::*;
 use serde_json::{Value, json};
 
 const REFETCH: &str = "download it again";

@@ -1,13 +1,11 @@
 //! What a newcomer types first: models by their id, text of any kind, prompts from stdin, numbers with units, and
 //! checkpoints of other formats; and messages where a command would otherwise silently do nothing.
 
-mod common;
-
 use std::io::Write as _;
 use std::path::Path;
 use std::process::Stdio;
 
-use common::*;
+use crate::common::*;
 use flate2::Compression;
 use flate2::write::GzEncoder;
 use kvsmith::dump::Dump;

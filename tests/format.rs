@@ -1,8 +1,6 @@
 //! Artifacts of earlier versions: each is read as before, or refused with the command that makes it again.
 
-mod common;
-
-use common::{Scratch, documents, golden, kvsmith, root};
+use crate::common::{Scratch, documents, golden, kvsmith, root};
 use serde_json::Value;
 
 /// A file beside the artifact of format 1.

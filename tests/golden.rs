@@ -1,9 +1,7 @@
 //! The decoder against transformers: every family and rope type of `tests/fixtures/golden`.
 
-mod common;
-
-use common::golden::{Golden, all, generate, options, worst};
-use common::relative_error;
+use crate::common::golden::{Golden, all, generate, options, worst};
+use crate::common::relative_error;
 use kvsmith::kv::KvType;
 use kvsmith::runner::Session;
 use ndarray::{Array2, Array3};

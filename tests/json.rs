@@ -1,10 +1,8 @@
 //! The documents of `--json` are as docs/json.md describes them.
 
-mod common;
-
 use std::collections::{BTreeMap, BTreeSet};
 
-use common::*;
+use crate::common::*;
 use serde_json::{Value, json};
 
 /// The keys of docs/json.md by command, each with its types.

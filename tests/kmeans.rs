@@ -1,7 +1,5 @@
 //! k-means: properties, the exact search by distance, and linfa-clustering as an independent check.
 
-mod common;
-
 use std::ops::ControlFlow;
 use std::panic::catch_unwind;
 
@@ -16,7 +14,7 @@ use rand_chacha::ChaCha8Rng;
 /// A matrix of normal values.
 fn normal(n: usize, d: usize, seed: u64) -> Array2<f32> {
     let mut rng = ChaCha8Rng::seed_from_u64(seed);
-    Array2::from_shape_simple_fn((n, d), || common::random::normal(&mut rng))
+    Array2::from_shape_simple_fn((n, d), || crate::common::random::normal(&mut rng))
 }
 
 /// `per` rows around each of `k` far-apart centres, in turn; row i belongs to centre i % k.

@@ -1,12 +1,10 @@
 //! Which module may import which: the floors of ARCHITECTURE.md, lowest first. A file imports from its own floor and
-//! from lower floors. `cargo test --test layers -- --nocapture` prints figures about the source tree.
-
-mod source;
+//! from lower floors. `cargo test --test suite layers -- --nocapture` prints figures about the source tree.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::PathBuf;
 
-use source::{Module, Tree};
+use crate::source::{Module, Tree};
 
 /// The floors from the ground up, with the modules of each. A module belongs where its longest prefix stands.
 const FLOORS: [&[&str]; 12] = [
@@ -167,7 +165,7 @@ fn print_figures(tree: &Tree) {
         lines_of("kernels"),
         lines_of("shaders")
     );
-    let long = |file: &source::File| file.lines > 400;
+    let long = |file: &crate::source::File| file.lines > 400;
     println!(
         "{} files over 400 lines",
         files().filter(|(_, file)| long(file)).count()

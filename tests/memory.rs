@@ -2,13 +2,11 @@
 
 #![cfg(target_os = "linux")]
 
-mod common;
-
 use std::fs::File;
 use std::io::Write;
 use std::time::Duration;
 
-use common::*;
+use crate::common::*;
 use half::bf16;
 use rand::{Rng, SeedableRng};
 use rand_chacha::ChaCha8Rng;

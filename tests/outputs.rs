@@ -1,10 +1,8 @@
 //! No command replaces an input, a file that is not kvsmith's or, without `--overwrite`, a result of kvsmith.
 
-mod common;
-
 use std::os::unix::fs::{MetadataExt, PermissionsExt, symlink};
 
-use common::*;
+use crate::common::*;
 
 /// A checkpoint, its tokens, a dump and one result of every kind.
 struct Files {
@@ -234,7 +232,7 @@ fn names_need_not_be_utf8() {
     for command in files.commands().iter().filter(|command| command.ends_with("-o")) {
         let name = OsStr::from_bytes(b"na\xffme");
         let path = std::path::Path::new(&files.scratch.path("")).join(name);
-        let mut command = common::command(command);
+        let mut command = crate::common::command(command);
         let outcome = Outcome::of(command.arg(&path).arg("--json").output().unwrap());
         let json = outcome.json();
         let shown =

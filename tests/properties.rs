@@ -1,13 +1,11 @@
 //! Properties that hold for any numbers: each fast implementation against a naive one.
 
-mod common;
-
 use std::collections::BTreeSet;
 use std::path::Path;
 use std::sync::Arc;
 
-use common::random::{matrix, noise};
-use common::*;
+use crate::common::random::{matrix, noise};
+use crate::common::*;
 use half::f16;
 use kvsmith::artifact::Artifact;
 use kvsmith::compute::attention::{self, CachedRows};

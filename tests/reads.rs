@@ -1,8 +1,6 @@
 //! What `run` reports to have read equals a count of its trace.
 
-mod common;
-
-use common::*;
+use crate::common::*;
 use kvsmith::method::registry::METHODS;
 use serde_json::{Value, json};
 

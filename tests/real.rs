@@ -1,12 +1,10 @@
 //! The model that `make real` prepares, against transformers; its texts, and the tasks made from them.
 
-mod common;
-
 use std::collections::{HashMap, HashSet};
 use std::path::{Path, PathBuf};
 
-use common::golden::{generate, options};
-use common::{Scratch, json_lines, make_tasks, method, number, prepared, root};
+use crate::common::golden::{generate, options};
+use crate::common::{Scratch, json_lines, make_tasks, method, number, prepared, root};
 use kvsmith::kv::KvType;
 use kvsmith::model::chat::{ChatTemplate, Message};
 use kvsmith::model::tokenizer::Tokenizer;

@@ -1,10 +1,8 @@
 //! Defects that were found once and must not come back.
 
-mod common;
-
 use std::os::unix::process::CommandExt;
 
-use common::*;
+use crate::common::*;
 use kvsmith::compute::{attention, reference};
 use kvsmith::float::Float;
 use kvsmith::kv::RowStore;

@@ -1,8 +1,6 @@
 //! Sessions: caches that grow, and prompts that continue one.
 
-mod common;
-
-use common::{Scratch, all_golden, documents, prepared, relative_error};
+use crate::common::{Scratch, all_golden, documents, prepared, relative_error};
 use kvsmith::artifact::Artifact;
 use kvsmith::kv::KvType;
 use kvsmith::kv::budget::Budget;
@@ -74,7 +72,7 @@ fn caches_grow_past_what_was_reserved() {
 /// A long prompt goes through a layer in parts: progress shows between them, and the result is that of two prompts.
 #[test]
 fn a_long_prompt_tells_its_progress_within_a_layer() {
-    let decoder = Decoder::open(&common::golden("llama_default")).unwrap();
+    let decoder = Decoder::open(&crate::common::golden("llama_default")).unwrap();
     let ids = documents(&[5000], 4).remove(0);
     let session = || {
         let method = prepared(METHODS[0], None, &decoder);

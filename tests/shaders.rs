@@ -1,13 +1,9 @@
 //! The WGSL shaders, without an adapter: naga accepts them, and they stay within the limits that every adapter offers.
 
-#[path = "../build/mod.rs"]
-mod build;
-mod common;
-
 use naga::AddressSpace;
 use naga::valid::{Capabilities, ValidationFlags, Validator};
 
-use common::root;
+use crate::common::root;
 
 /// Stem and source of every shader.
 fn shaders() -> Vec<(String, String)> {
@@ -68,7 +64,7 @@ fn every_shader_fits_every_adapter() {
 /// What the build reads of a shader is what naga reads: the fields of `Params`, and the buffers of each entry point.
 #[test]
 fn entry_points_are_read_as_naga_reads_them() {
-    let entries = build::shaders::read_folder(&root().join("shaders")).unwrap();
+    let entries = crate::build::shaders::read_folder(&root().join("shaders")).unwrap();
     let mut compiled = Vec::new();
     for (stem, source) in shaders() {
         let module = naga::front::wgsl::parse_str(&source).unwrap();
@@ -114,7 +110,7 @@ fn a_shader_that_the_build_cannot_read_is_refused() {
     let whole = "\nstruct Params {\n    first_group: u32,\n    n: u32,\n}\n\
                  @group(0) @binding(1) var<storage, read> x: array<f32>;\n\
                  @compute @workgroup_size(256)\nfn main() {\n    f();\n}\nfn f() {\n    x[p.n];\n}\n";
-    let entries = build::shaders::read("s", whole).unwrap();
+    let entries = crate::build::shaders::read("s", whole).unwrap();
     assert_eq!(entries.len(), 1);
     assert_eq!(entries[0].parameters, [("n".to_owned(), true)]);
     assert_eq!(entries[0].bindings, [(1, "x".to_owned())]);
@@ -128,7 +124,7 @@ fn a_shader_that_the_build_cannot_read_is_refused() {
         let text = whole
             .replace(from, to)
             .replace("fn f()", if from == "fn main" { "fun f()" } else { "fn f()" });
-        let e = build::shaders::read("s", &text).unwrap_err();
+        let e = crate::build::shaders::read("s", &text).unwrap_err();
         assert!(e.contains(expected), "{from}: {e}");
     }
 }

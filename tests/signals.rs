@@ -1,8 +1,6 @@
 //! Signals and limits: what the system sends or refuses ends in an error, in time, and leaves nothing behind.
 #![cfg(target_os = "linux")]
 
-mod common;
-
 use std::ffi::CString;
 use std::fs::File;
 use std::io::{BufRead, BufReader, Write};
@@ -10,7 +8,7 @@ use std::os::unix::process::CommandExt;
 use std::process::{Child, Command, Stdio};
 use std::time::{Duration, Instant};
 
-use common::*;
+use crate::common::*;
 use serde_json::{Value, json};
 
 /// A program must end this soon after a signal; itself it takes half.

@@ -1,10 +1,8 @@
 //! What `scripts/tasks.py` writes, on the bundled text and without a tokenizer.
 
-mod common;
-
 use std::collections::HashSet;
 
-use common::{Scratch, json_lines, make_tasks, number, root};
+use crate::common::{Scratch, json_lines, make_tasks, number, root};
 use serde_json::Value;
 
 #[test]

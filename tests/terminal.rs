@@ -1,14 +1,12 @@
 //! What is printed on a terminal: it fits into 80 columns, and control characters from files are printed as escapes.
 
-mod common;
-
 use std::fs::File;
 use std::io::Read;
 use std::os::fd::{FromRawFd, OwnedFd};
 use std::process::Stdio;
 use std::ptr::null_mut;
 
-use common::*;
+use crate::common::*;
 use serde_json::{Value, json};
 
 /// Opens a terminal of 80 columns: our side and the program's.

@@ -1,11 +1,9 @@
 //! The commands of docs/tutorial.md, from planning to generation, on the bundled model.
 
-mod common;
-
 use std::path::Path;
 use std::process::Command;
 
-use common::root;
+use crate::common::root;
 use serde_json::Value;
 
 /// Returns the shell blocks of the tutorial as one script, whose variables are set to the bundled model and texts.

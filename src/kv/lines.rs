@@ -26,7 +26,7 @@ pub fn growth(len: usize, capacity: usize, more: usize) -> usize {
 }
 
 /// A vector whose first value is aligned to a cache line.
-#[derive(Clone, Debug)]
+#[derive(Debug)]
 pub struct AlignedVec<T>(AVec<T, ConstAlign<LINE>>);
 
 impl<T: Copy + Default> AlignedVec<T> {
@@ -90,6 +90,14 @@ impl<T: Copy + Default> AlignedVec<T> {
             // SAFETY: the pages lie within the vector's space, and the advice does not change their contents.
             unsafe { libc::madvise(start.wrapping_add(first).cast(), len, libc::MADV_HUGEPAGE) };
         }
+    }
+}
+
+impl<T: Copy + Default> Clone for AlignedVec<T> {
+    fn clone(&self) -> Self {
+        let mut lines = Self::with_capacity(self.len());
+        lines.0.extend_from_slice(self);
+        lines
     }
 }
 

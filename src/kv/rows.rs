@@ -198,6 +198,7 @@ fn widened<'o, E: Copy + Into<f32>>(row: &[E], out: &'o mut [f32]) -> &'o [f32] 
 }
 
 /// Rotated keys and values of one KV head; row p belongs to position p.
+#[derive(Clone)]
 pub enum KvHead {
     /// In a float type.
     Plain {

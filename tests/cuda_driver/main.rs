@@ -95,7 +95,7 @@ fn build() -> Result<PathBuf, String> {
     let output = Command::new("g++")
         .args([
             "-std=c++20",
-            "-O2",
+            "-O3",
             "-shared",
             "-fPIC",
             "-ffp-contract=off",

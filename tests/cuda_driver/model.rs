@@ -2,6 +2,7 @@
 
 use std::path::Path;
 use std::process::Stdio;
+use std::sync::OnceLock;
 
 use kvsmith::disk::Output as NewFile;
 use kvsmith::dump::{Dump, State};
@@ -22,15 +23,25 @@ fn json(driver: &Path, arguments: &str) -> Value {
     kvsmith(driver, arguments).json()
 }
 
+/// Writes an artifact of the bundled model, which is calibrated once.
+pub fn write_artifact(driver: &Path, out: &Path) {
+    static ARTIFACT: OnceLock<Vec<u8>> = OnceLock::new();
+    let calibrate = || {
+        let command = format!(
+            "calibrate --device cpu --model calib-data/model --text calib-data/text.txt --max-tokens 2048 \
+             --uuid-tokens 0 --seq-len 512 --wrope-position 128 --size 32 --iterations 3 -o {}",
+            out.display()
+        );
+        kvsmith(driver, &command).ok();
+        std::fs::read(out).unwrap()
+    };
+    std::fs::write(out, ARTIFACT.get_or_init(calibrate)).unwrap();
+}
+
 /// A folder with an artifact of the bundled model and the beginning of the demo's prompt.
 fn scratch(driver: &Path) -> tempfile::TempDir {
     let dir = tempfile::tempdir().unwrap();
-    let at = dir.path().display();
-    let calibrate = format!(
-        "calibrate --device cpu --model calib-data/model --text calib-data/text.txt --max-tokens 2048 --uuid-tokens 0 \
-         --seq-len 512 --wrope-position 128 --size 32 --iterations 3 -o {at}/a.safetensors"
-    );
-    kvsmith(driver, &calibrate).ok();
+    write_artifact(driver, &dir.path().join("a.safetensors"));
     let prompt = std::fs::read_to_string(root().join("calib-data/demo-prompt.txt")).unwrap();
     std::fs::write(dir.path().join("prompt"), &prompt[..1000]).unwrap();
     dir

@@ -91,15 +91,15 @@ impl<'a> CpuSteps<'a> {
         let new = setting.bench.heads(&setting.layer, &setting.params())?;
         let g = setting.layer.kv_heads;
         let n = setting.layer.sequences * g;
-        let copies = (0..setting.copies()).map(|copy| {
-            let seed = setting.layer.seed.wrapping_add((copy * n) as u64);
-            let heads = (0..n).into_par_iter();
-            heads
-                .map(|i| BenchHead::new(setting, &new, i % g, seed.wrapping_add(i as u64)))
-                .collect::<Result<_>>()
-        });
+        let seed = |i: usize| setting.layer.seed.wrapping_add(i as u64);
+        let heads = (0..n).into_par_iter();
+        let heads = heads.map(|i| BenchHead::new(setting, &new, i % g, seed(i)));
+        let mut copies = vec![heads.collect::<Result<Vec<_>>>()?];
+        for _ in 1..setting.copies() {
+            copies.push(copies[0].par_iter().map(BenchHead::copied).collect());
+        }
         let mut steps = Self {
-            copies: copies.collect::<Result<_>>()?,
+            copies,
             setting,
             steps: 0,
             bytes: 0,
