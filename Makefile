@@ -7,7 +7,7 @@
 # make study   whether calibration pays on that model: beside indexes without data, by domain and by amount of text
 # make cluster-test   the scripts of docs/cluster.md on a Slurm that runs on this machine meanwhile; less than three minutes
 # make static   a program that carries OpenBLAS inside (Linux; libgfortran-12-dev beside what `make demo` needs)
-# make screenshots   docs/report-*.png, the page of the real model (after `make results study`)
+# make screenshots   docs/report-*.png, the page of the real model (after `make results`)
 # make cuda   fetch a CUDA compiler (271 MB) where there is none, for the kernels and their test
 
 CARGO ?= cargo
@@ -77,6 +77,8 @@ study: real
 
 # The page of the real model, as pictures for the documentation; needs Chromium.
 screenshots: all
+	$(KVSMITH) calibrate --model $(REAL)/model --text calib-data/text.txt --max-tokens 40960 --size 1024 --holdout 0.1 \
+		--seq-len 8192 --no-verdict -o $(LAB)/of-bible.safetensors --overwrite
 	$(KVSMITH) verdict $(LAB)/main.safetensors --model $(REAL)/model --tokens $(LAB)/main.tokens.json \
 		--max-tokens all --holdout 0.1 --seq-len 8192 -o $(LAB)/report.safetensors --overwrite
 	$(KVSMITH) report $(LAB)/report.safetensors $(foreach name,text long questions-4096,--eval $(LAB)/$(name).json) \

@@ -738,8 +738,12 @@ fn other_flags_beside_a_method_give_what_they_give_alone() {
         together_rows[4]["bypass_fraction"]
     );
     assert_ne!(together_rows[0]["recall"], together_rows[3]["recall"]);
-    let pair = together["differences"].as_array().unwrap().last().unwrap();
-    assert_eq!(pair["flags"], json!(["--lfps-theta 1", "--lfps-theta 0.2"]));
+    let pairs = together["differences"].as_array().unwrap();
+    assert_eq!(pairs[0]["flags"], json!([null, null]));
+    assert_eq!(
+        pairs.last().unwrap()["flags"],
+        json!(["--ct-probes 1", "--lfps-theta 0.2"])
+    );
 }
 
 #[test]
