@@ -445,8 +445,8 @@ impl Run {
 
     /// A run that `signal` stopped after its first layer; the input grows until it is slow enough.
     fn stopped_by(signal: i32) -> (Self, Outcome) {
-        for doubling in 0..8 {
-            let run = Self::new(2_000 << doubling);
+        for doubling in 0..7 {
+            let run = Self::new(5_000 << doubling);
             let Some(child) = run.start() else { continue };
             send(&child, signal);
             let outcome = Outcome::of(child.wait_with_output().unwrap());

@@ -520,7 +520,7 @@ fn retrieval(rope: &str, metric: &str) {
     let text = root().join("calib-data/heldout.txt");
     let calibrate = format!(
         "calibrate --model {} --text {} --max-tokens 3000 --uuid-tokens 600 --seq-len 512 --size 64 \
-         --wrope-position 256 --rope {rope} --metric {metric}",
+         --wrope-position 256 --rope {rope} --metric {metric} --wpq-bits none --no-verdict",
         model.display(),
         text.display()
     );

@@ -31,7 +31,7 @@ fn ended(mut child: Child) -> Outcome {
 
 /// The program under a limit of the system.
 fn limited(arguments: &str, resource: libc::__rlimit_resource_t, bytes: u64) -> Command {
-    let mut command = command(arguments);
+    let mut command = restarting(arguments);
     command.stdin(Stdio::null());
     command.stdout(Stdio::piped()).stderr(Stdio::piped());
     let limit = libc::rlimit {
@@ -267,8 +267,9 @@ fn one_signal_ends_a_benchmark() {
 /// One thread that computes, one that waits for Ctrl-C, and the first.
 #[test]
 fn threads_are_as_many_as_asked_for() {
-    let mut child =
-        start("bench kmeans --device cpu --n 20000 --dim 16 --size 64 --runs 100000 --threads 1 -q");
+    let mut child = piped(restarting(
+        "bench kmeans --device cpu --n 20000 --dim 16 --size 64 --runs 100000 --threads 1 -q",
+    ));
     let threads = format!("/proc/{}/task", child.id());
     let mut most = 0;
     for _ in 0..100 {

@@ -12,9 +12,9 @@ pub mod model;
 pub mod random;
 
 use std::collections::BTreeMap;
-use std::os::unix::process::CommandExt;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
+use std::sync::Once;
 
 use kvsmith::error::DEFECT;
 use ndarray::{ArrayBase, Data, Dimension};
@@ -166,20 +166,42 @@ impl Outcome {
 
 /// Returns the command of the program, or of the one that `KVSMITH_BIN` names, with `arguments` separated by spaces.
 pub fn command(arguments: &str) -> Command {
+    handle_ignored_signals();
     let program = std::env::var_os("KVSMITH_BIN");
     let mut command = Command::new(program.unwrap_or_else(|| env!("CARGO_BIN_EXE_kvsmith").into()));
     command.args(arguments.split_whitespace());
-    // A test run in the background may have been told to ignore these signals, and the program would inherit that.
-    // SAFETY: `signal` may be called between fork and exec.
-    unsafe {
-        command.pre_exec(|| {
-            for signal in [libc::SIGINT, libc::SIGTERM, libc::SIGHUP] {
-                libc::signal(signal, libc::SIG_DFL);
-            }
-            Ok(())
-        });
-    }
+    // Else the program restarts itself with it, and half of the time of most runs is for starting; see `restarting`.
+    command.env(OPENBLAS_THREADS, "1");
     command
+}
+
+/// Names the variable that the program sets when it starts.
+const OPENBLAS_THREADS: &str = "OPENBLAS_NUM_THREADS";
+
+/// Returns the same command of a program that starts as for a user, who has not set the variable of OpenBLAS.
+pub fn restarting(arguments: &str) -> Command {
+    let mut command = command(arguments);
+    command.env_remove(OPENBLAS_THREADS);
+    command
+}
+
+/// Handles the signals that this process was told to ignore, as one in the background may have been. The program would
+/// inherit that they are ignored, but does not inherit a handler. To change them between fork and exec would be a reason
+/// to fork, which copies the tables of all memory of this process, instead of a much faster spawn.
+fn handle_ignored_signals() {
+    extern "C" fn ignore(_: libc::c_int) {}
+    static ONCE: Once = Once::new();
+    ONCE.call_once(|| {
+        for signal in [libc::SIGINT, libc::SIGTERM, libc::SIGHUP] {
+            // SAFETY: the handler does nothing, and a handler that was there before is put back.
+            unsafe {
+                let before = libc::signal(signal, ignore as *const () as libc::sighandler_t);
+                if before != libc::SIG_IGN {
+                    libc::signal(signal, before);
+                }
+            }
+        }
+    });
 }
 
 /// Runs the program with `arguments`, which are separated by spaces.
@@ -189,7 +211,12 @@ pub fn kvsmith(arguments: &str) -> Outcome {
 
 /// Starts the program with pipes to it and from it.
 pub fn start(arguments: &str) -> Child {
-    command(arguments)
+    piped(command(arguments))
+}
+
+/// Starts a command with pipes to it and from it.
+pub fn piped(mut command: Command) -> Child {
+    command
         .stdin(Stdio::piped())
         .stdout(Stdio::piped())
         .stderr(Stdio::piped())
