@@ -1,5 +1,6 @@
 //! Projections by checkpoint weights, which stay in the type that the checkpoint stores.
 
+use std::cell::Cell;
 use std::ops::Range;
 
 use ndarray::{ArrayView2, ArrayViewMut2, Axis, s};
@@ -54,8 +55,10 @@ impl Linear {
             }
         }
         let tasks = tasks.into_par_iter();
-        tasks.for_each_init(LinearScratch::default, |scratch, (channel, side, part)| {
-            self.multiply(&packed, channel, side, scratch, part);
+        tasks.for_each(|(channel, side, part)| {
+            let mut scratch = SCRATCH.take();
+            self.multiply(&packed, channel, side, &mut scratch, part);
+            SCRATCH.set(scratch);
         });
     }
 
@@ -72,6 +75,8 @@ impl Linear {
         let k = self.weight.cols();
         // Whole tiles for the products, and whole panels for the transposition.
         let stride = n.next_multiple_of(TILE).next_multiple_of(PANEL);
+        scratch.tile.resize(TILE, Row::ZERO);
+        scratch.lines.resize(SIDE, PanelLine::ZERO);
         scratch.sums.resize(m.div_ceil(SIDE) * stride, Row::ZERO);
         for (b, start) in (0..k).step_by(SIDE).enumerate() {
             let terms = start..k.min(start + SIDE);
@@ -197,7 +202,8 @@ pub fn packed_floats(rows: usize, width: usize) -> usize {
     rows.next_multiple_of(SIDE) * width.next_multiple_of(SIDE)
 }
 
-/// The buffers of one worker.
+/// The buffers of one thread.
+#[derive(Default)]
 struct LinearScratch {
     /// The widened weights of a tile of output channels, `[TILE]`.
     tile: Vec<Row>,
@@ -207,14 +213,9 @@ struct LinearScratch {
     lines: Vec<PanelLine>,
 }
 
-impl Default for LinearScratch {
-    fn default() -> Self {
-        Self {
-            tile: vec![Row::ZERO; TILE],
-            sums: Vec::new(),
-            lines: vec![PanelLine::ZERO; SIDE],
-        }
-    }
+thread_local! {
+    // Threads keep their buffers, because the system needs long to hand out this much memory anew for every task.
+    static SCRATCH: Cell<LinearScratch> = Cell::default();
 }
 
 /// Widens the rows `first..first + count` of a weight to f32.

@@ -2,7 +2,7 @@
 
 use std::time::Instant;
 
-use ndarray::{Array2, Axis};
+use ndarray::{Array2, Axis, s};
 use rayon::prelude::*;
 use serde_json::json;
 
@@ -22,8 +22,8 @@ pub fn seconds(work: impl FnOnce()) -> f64 {
     start.elapsed().as_secs_f64()
 }
 
-/// Rows and columns of the plain product.
-const SIZE: usize = 2048;
+/// Rows and columns of the largest and the smallest plain product.
+const SIZES: [usize; 2] = [2048, 512];
 
 /// A benchmark of kernels on the CPU whose results are compared with the plain product of square matrices.
 pub struct Comparison<'a> {
@@ -44,30 +44,32 @@ impl<'a> Comparison<'a> {
             return Err(error.hint("use --device cpu"));
         }
         Ok(Self {
-            x: random_matrix(SIZE, SIZE, global.seed),
-            out: Array2::zeros((SIZE, SIZE)),
+            x: random_matrix(SIZES[0], SIZES[0], global.seed),
+            out: Array2::zeros((SIZES[0], SIZES[0])),
             runs,
             results: Results::new(global),
         })
     }
 
-    /// Computes the plain product, a part of the rows per thread; returns its GFLOP/s.
-    fn plain_rate(&mut self) -> f64 {
-        let rows = SIZE.div_ceil(rayon::current_num_threads());
-        let x = &self.x;
-        let out = self.out.axis_chunks_iter_mut(Axis(0), rows).into_par_iter();
+    /// Computes the plain product of matrices of this size, a part of the rows per thread; returns its GFLOP/s.
+    fn plain_rate(&mut self, size: usize) -> f64 {
+        let rows = size.div_ceil(rayon::current_num_threads());
+        let x = self.x.slice(s![..size, ..size]);
+        let mut out = self.out.slice_mut(s![..size, ..size]);
+        let out = out.axis_chunks_iter_mut(Axis(0), rows).into_par_iter();
         let time = seconds(|| {
             out.zip(x.axis_chunks_iter(Axis(0), rows).into_par_iter())
-                .for_each(|(out, rows)| gemm(out, false, rows, x.view()));
+                .for_each(|(out, rows)| gemm(out, false, rows, x));
         });
         std::hint::black_box(&self.out);
-        2.0 * (SIZE as f64).powi(3) / time * 1e-9
+        2.0 * (size as f64).powi(3) / time * 1e-9
     }
 
-    /// Times a kernel of `flop` operations. Its runs alternate with runs of the plain product, so that other work on
-    /// the machine slows both.
+    /// Times a kernel of `flop` operations. Its runs alternate with runs of a plain product of about as many operations, so
+    /// that other work on the machine slows both.
     pub fn add(&mut self, name: &str, shape: &str, flop: f64, mut kernel: impl FnMut()) -> Result<()> {
-        let both = measure(self.runs, || Ok((seconds(&mut kernel), self.plain_rate())))?;
+        let size = ((flop / 2.0).cbrt() as usize).clamp(SIZES[1], SIZES[0]);
+        let both = measure(self.runs, || Ok((seconds(&mut kernel), self.plain_rate(size))))?;
         let (times, rates): (Vec<f64>, Vec<f64>) = both.into_iter().unzip();
         let (times, plain) = (Times::from(times), median(rates));
         let rate = flop / times.median * 1e-9;

@@ -1,5 +1,6 @@
 //! Blocked causal attention of a prompt.
 
+use std::cell::Cell;
 use std::ops::Range;
 
 use ndarray::{ArrayView1, ArrayView2, ArrayView3, ArrayViewMut2, Axis, s};
@@ -45,7 +46,8 @@ pub fn causal(
     // Late tiles see the most keys. They are scheduled first, so that the threads finish at about the same time.
     tasks.reverse();
     let tasks = tasks.into_par_iter();
-    tasks.for_each_init(CausalScratch::default, |scratch, (c, start, part)| {
+    tasks.for_each(|(c, start, part)| {
+        let mut scratch = SCRATCH.take();
         let q = q.slice(s![c * r..(c + 1) * r, start..start + part.nrows(), ..]);
         let task = Task {
             r,
@@ -61,6 +63,7 @@ pub fn causal(
             scratch.attend(&task, &block);
         }
         scratch.finish(&task, part);
+        SCRATCH.set(scratch);
     });
 }
 
@@ -123,7 +126,12 @@ impl Task {
     }
 }
 
-/// The buffers of one worker. Buffers whose shape begins with `sides` have one run of rows or panels per block of
+thread_local! {
+    // Threads keep their buffers, because the system needs long to hand out this much memory anew for every task.
+    static SCRATCH: Cell<CausalScratch> = Cell::default();
+}
+
+/// The buffers of one thread. Buffers whose shape begins with `sides` have one run of rows or panels per block of
 /// channels.
 #[derive(Default)]
 struct CausalScratch {
@@ -159,7 +167,9 @@ impl CausalScratch {
         self.out.resize(sides * stacked, Row::ZERO);
         self.seen.clear();
         self.seen.resize(stacked, Seen::NOTHING);
+        self.keys.clear();
         self.keys.resize(sides * PANELS * SIDE, PanelLine::ZERO);
+        self.values.clear();
         self.values.resize(sides * PANELS * SIDE, PanelLine::ZERO);
     }
 

@@ -2,7 +2,7 @@
 
 use rayon::prelude::*;
 
-use super::scan::{BestTwo, Panels, ScanScratch, row, scan, score, squared_distance};
+use super::scan::{BestTwo, Panels, row, scan, score, squared_distance, with_scratch};
 
 /// Rows per task; a constant, because results must not depend on the number of threads.
 pub(crate) const CHUNK: usize = 512;
@@ -46,16 +46,18 @@ pub(super) fn absorb(x: &[f32], dim: usize, rows: &mut [Assigned], fresh: &[f32]
     let ids = (first..first + (fresh.len() / dim) as u32).collect();
     let panels = Panels::pack(fresh, dim, first, ids);
     let chunks = x.par_chunks(CHUNK * dim).zip(rows.par_chunks_mut(CHUNK));
-    chunks.for_each_init(ScanScratch::default, |scratch, (x, rows)| {
+    chunks.for_each(|(x, rows)| {
         let all: Vec<u32> = (0..rows.len() as u32).collect();
-        scan(x, &all, &panels, scratch);
-        for ((x, r), best) in x.chunks_exact(dim).zip(rows).zip(&scratch.out) {
-            let before = r.code;
-            r.challenge(best);
-            if r.code != before || first == 0 {
-                r.distance = squared_distance(x, row(fresh, r.code - first, dim));
+        with_scratch(|scratch| {
+            scan(x, &all, &panels, scratch);
+            for ((x, r), best) in x.chunks_exact(dim).zip(rows).zip(&scratch.out) {
+                let before = r.code;
+                r.challenge(best);
+                if r.code != before || first == 0 {
+                    r.distance = squared_distance(x, row(fresh, r.code - first, dim));
+                }
             }
-        }
+        });
     });
 }
 
@@ -69,7 +71,7 @@ pub(super) fn reassign(x: &[f32], dim: usize, rows: &mut [Assigned], centroids: 
     let all = Panels::pack(centroids, dim, 0, ids.clone().collect());
     let some = Panels::pack(centroids, dim, 0, ids.filter(|&c| moved[c as usize]).collect());
     let chunks = x.par_chunks(CHUNK * dim).zip(rows.par_chunks_mut(CHUNK));
-    chunks.for_each_init(ScanScratch::default, |scratch, (x, rows)| {
+    chunks.for_each(|(x, rows)| {
         let before: Vec<u32> = rows.iter().map(|r| r.code).collect();
         let (mut against_all, mut against_moved) = (Vec::new(), Vec::new());
         for (i, (x, r)) in (0..).zip(x.chunks_exact(dim).zip(rows.iter_mut())) {
@@ -86,22 +88,24 @@ pub(super) fn reassign(x: &[f32], dim: usize, rows: &mut [Assigned], centroids: 
             }
             .push(i);
         }
-        scan(x, &against_all, &all, scratch);
-        for (&i, best) in against_all.iter().zip(&scratch.out) {
-            let r = &mut rows[i as usize];
-            (r.code, r.score, r.rival) = (best.id, best.score, best.second);
-        }
-        scan(x, &against_moved, &some, scratch);
-        for (&i, best) in against_moved.iter().zip(&scratch.out) {
-            let r = &mut rows[i as usize];
-            if moved[r.code as usize] {
-                // The row's own centroid is among the moved ones, so the best of the moved centroids is the best of
-                // all.
-                (r.code, r.score, r.rival) = (best.id, best.score, r.rival.max(best.second));
-            } else {
-                r.challenge(best);
+        with_scratch(|scratch| {
+            scan(x, &against_all, &all, scratch);
+            for (&i, best) in against_all.iter().zip(&scratch.out) {
+                let r = &mut rows[i as usize];
+                (r.code, r.score, r.rival) = (best.id, best.score, best.second);
             }
-        }
+            scan(x, &against_moved, &some, scratch);
+            for (&i, best) in against_moved.iter().zip(&scratch.out) {
+                let r = &mut rows[i as usize];
+                if moved[r.code as usize] {
+                    // The row's own centroid is among the moved ones, so the best of the moved centroids is the best of
+                    // all.
+                    (r.code, r.score, r.rival) = (best.id, best.score, r.rival.max(best.second));
+                } else {
+                    r.challenge(best);
+                }
+            }
+        });
         for ((x, r), before) in x.chunks_exact(dim).zip(rows).zip(before) {
             if r.code != before || moved[r.code as usize] {
                 r.distance = squared_distance(x, row(centroids, r.code, dim));
@@ -112,12 +116,13 @@ pub(super) fn reassign(x: &[f32], dim: usize, rows: &mut [Assigned], centroids: 
 
 /// Finds the nearest centroid of each row of a chunk `x`, `[.., d]`.
 pub(crate) fn search(x: &[f32], panels: &Panels, codes: &mut [u32]) {
-    let mut scratch = ScanScratch::default();
     let rows: Vec<u32> = (0..codes.len() as u32).collect();
-    scan(x, &rows, panels, &mut scratch);
-    for (code, best) in codes.iter_mut().zip(&scratch.out) {
-        *code = best.id;
-    }
+    with_scratch(|scratch| {
+        scan(x, &rows, panels, scratch);
+        for (code, best) in codes.iter_mut().zip(&scratch.out) {
+            *code = best.id;
+        }
+    });
 }
 
 /// Computes the squared distances of the rows of a chunk `x`, `[.., d]`, to the centroids that their codes name.

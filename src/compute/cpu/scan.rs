@@ -10,6 +10,8 @@
 //! A score starts at `-||c||²/2`, summed in f64 and rounded, and takes one f32 multiply-add per coordinate, in order.
 //! It depends only on the row and the centroid, not on the other rows of the tile or the other centroids of the panel.
 
+use std::cell::Cell;
+
 use multiversion::multiversion;
 use multiversion::target::match_target;
 
@@ -162,6 +164,19 @@ pub(super) struct ScanScratch {
     packed: Vec<f32>,
     lanes: Vec<LaneBests>,
     pub(super) out: Vec<BestTwo>,
+}
+
+thread_local! {
+    static SCRATCH: Cell<ScanScratch> = Cell::default();
+}
+
+/// Calls a function with buffers that the thread keeps: the system needs longer to hand out their memory anew for every
+/// chunk than a scan of the chunk takes.
+pub(super) fn with_scratch<R>(work: impl FnOnce(&mut ScanScratch) -> R) -> R {
+    let mut scratch = SCRATCH.take();
+    let result = work(&mut scratch);
+    SCRATCH.set(scratch);
+    result
 }
 
 /// Scores the rows of `x` listed in `rows` against all panels, and puts the best two centroids of each row into
