@@ -223,12 +223,12 @@ def indexes(keys, moment, weights):
         "16 words, 16 groups": Quantiser(space, keys, 16, 16),
         "16 words, 8 groups": Quantiser(space, keys, 8, 16),
         "16 words, 8 groups, two stages": Quantiser(space, keys, 8, 16, 2),
-        "the same of half of the directions": Quantiser(half, keys, 8, 16, 2),
+        "half of the directions, two stages": Quantiser(half, keys, 8, 16, 2),
         "half, dealt to equal bits": Quantiser(half, keys, 8, 16, 2, deal=lambda variances, m: with_equal_bits(variances, m, 64)),
         "half, encoded by pairs of words": Quantiser(half, keys, 8, 16, 2, jointly=True),
-        "the same of a quarter of the directions": Quantiser(quarter, keys, 8, 16, 2),
-        "the same without the metric": Quantiser(no_metric, keys, 8, 16, 2),
-        "the same, random rotation": Quantiser(no_principal, keys, 8, 16, 2),
+        "a quarter of the directions, two stages": Quantiser(quarter, keys, 8, 16, 2),
+        "two stages without the metric": Quantiser(no_metric, keys, 8, 16, 2),
+        "two stages, random rotation": Quantiser(no_principal, keys, 8, 16, 2),
         "256 words of all channels, two stages": Quantiser(space, keys, 1, 256, 2),
     }
     if weights is not None:
@@ -373,12 +373,12 @@ def measure(table, layer, step, estimates, bits_and_fixed):
         losses = [step.losses(step.refined(*stages, k), [k])[0] for k in counts]
         rescored = 4 * bits[1] / 8 / table.row
         table.add(layer, f"{name}, the best 4 B by both", np.array(losses), bits[:1], fixed, rescored)
-        if name == "the same of half of the directions":
+        if name == "half of the directions, two stages":
             exact = step.losses(np.argsort(-step.mass(step.scores), kind="stable"), counts)
             table.add(layer, "half, if its ranking were exact", exact, bits[:1], fixed, rescored)
             for more in (0.25, 0.5):
                 losses = [step.keys_first(*stages, k, more) for k in counts]
-                table.add(layer, f"half, {more:.0%} more keys than values", np.array(losses), bits[:1], fixed, rescored)
+                table.add(layer, f"half, keys of {1 + more} B positions, values of the best {1 - more} B", np.array(losses), bits[:1], fixed, rescored)
 
 
 def attention_of(keys, queries, blocks):

@@ -2,7 +2,8 @@
 //
 // The threads of a block are fibers that take turns at barriers and shuffles; blocks run one after the other. Shared
 // memory is allocated per array, filled with NaN patterns, and, like buffers, guarded by the sanitizer. Every barrier
-// reverses the order in which warps and lanes take turns, so that a missing barrier changes results. A barrier that
+// of a block reverses the order of its warps, and every barrier of a warp that of its lanes, so that a missing barrier
+// changes results. Lanes of even warps begin forwards, those of odd warps backwards. A barrier that
 // only some of the threads reach ends the program.
 //
 // With KVSMITH_PERTURB the blocks of a launch run in another order each time, exponentials are off by up to two units
@@ -68,7 +69,7 @@ emulate_switch:
     popq %r12
     popq %rbx
     popq %rbp
-    // Processors predict where a return goes to from the calls before it, here always wrongly.
+    // A processor predicts the target of a `ret` from the last calls. Here that would always be wrong, hence a jump.
     popq %rcx
     jmp *%rcx
 )");
@@ -130,11 +131,11 @@ inline std::vector<std::pair<void*, size_t>> arrays;
 constexpr size_t MOST_PASSED = 64;
 alignas(16) inline char exchange[MOST_THREADS / 32][2][32][MOST_PASSED];
 inline void (*body)();
-// The lanes of the running warp that have still to take their turn, and the step from one to the next: 1 or -1.
+// How many lanes of the running warp have still to take their turn, and the step from one to the next: 1 or -1.
 inline unsigned lanes_left;
 inline int lane_step;
 
-// Ends the turn of a lane, which the next lane of its warp takes over.
+// Ends the turn of the running lane: the next lane of its warp runs, or after the last one the scheduler.
 inline void wait(State state, unsigned line) {
     Thread* waits = self;
     waits->state = state;
@@ -167,8 +168,8 @@ inline bool all_in(State state, unsigned first, unsigned end, const char* name) 
     return count > 0;
 }
 
-// Runs a warp until its lanes reach a barrier of the block or end. They take turns all together, since a barrier that
-// only some of them reach is a failure.
+// Runs a warp until its lanes reach a barrier of the block or end. Every round resumes every lane once: none is left out,
+// since a barrier that only some of them reach is a failure.
 inline void run_warp(unsigned first, unsigned end) {
     for (bool backwards = first / 32 % 2;; backwards = !backwards) {
         self = &threads[backwards ? end - 1 : first];

@@ -1,7 +1,8 @@
-//! Most tests, in one program: cargo runs test programs one after another and links the whole crate into each of them.
+//! Most tests are modules of this one program, because cargo links the whole crate into each test program and runs the
+//! programs one after another.
 //! `cargo test --test suite cmd_plan` runs the tests of one file.
 //!
-//! A program of its own have the tests with a harness of their own, and those that measure their own process.
+//! Tests without the standard harness, and tests that measure peak memory, are programs of their own.
 
 mod artifact_model;
 mod baselines;

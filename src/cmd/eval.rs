@@ -54,8 +54,9 @@ pub struct Args {
     /// it needs the section `tail` of --artifact
     #[arg(help_heading = "Measurement", long, value_name = "A,B", value_delimiter = ',', required = true, value_parser = NamedParser)]
     methods: Vec<Named>,
-    /// Also measure a method with other values of its own flags, on the same steps: --also "lfps --lfps-theta 1". The
-    /// flags of this method outside the quotes do not apply to it. May be given several times
+    /// Measure a further row, on the same steps: a method with these flags, such as --also "lfps --lfps-theta 1". Flags
+    /// of the method that are not in the quotes have their defaults, even if they are given outside. NAME need not be in
+    /// --methods. May be given several times
     #[arg(help_heading = "Measurement", long, value_name = "NAME --FLAG X", value_parser = Also::parse)]
     also: Vec<Also>,
     /// Budgets to measure each method with; NAME=X applies to the method NAME only. A budget is a fraction of the
@@ -153,11 +154,12 @@ pub fn run(args: &Args, global: &Global) -> Result<()> {
     let method = |entry: &Entry| {
         let Named { method, tail } = entry.named;
         let artifact = artifacts.get(entry.artifact);
+        let own = &args.reading.methods;
         let params = entry
             .also
-            .map_or(&args.reading.methods, |also| &args.also[also].params);
+            .map_or_else(|| own.clone(), |also| args.also[also].params(own));
         args.reading
-            .method(method, tail, params, artifact, &decoder, global)
+            .method(method, tail, &params, artifact, &decoder, global)
     };
     let methods: Vec<Box<dyn Method>> = entries.iter().map(method).collect::<Result<_>>()?;
     let options = |artifact| {

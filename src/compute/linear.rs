@@ -214,7 +214,8 @@ struct LinearScratch {
 }
 
 thread_local! {
-    // Threads keep their buffers, because the system needs long to hand out this much memory anew for every task.
+    // Each thread keeps its buffers: if they were allocated for every task, the operating system would have to supply
+    // their pages each time.
     static SCRATCH: Cell<LinearScratch> = Cell::default();
 }
 

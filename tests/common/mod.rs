@@ -170,7 +170,8 @@ pub fn command(arguments: &str) -> Command {
     let program = std::env::var_os("KVSMITH_BIN");
     let mut command = Command::new(program.unwrap_or_else(|| env!("CARGO_BIN_EXE_kvsmith").into()));
     command.args(arguments.split_whitespace());
-    // Else the program restarts itself with it, and half of the time of most runs is for starting; see `restarting`.
+    // Without this variable the program restarts itself to set it, and starting would take half of the time of most
+    // runs; see `restarting`.
     command.env(OPENBLAS_THREADS, "1");
     command
 }
@@ -178,16 +179,17 @@ pub fn command(arguments: &str) -> Command {
 /// Names the variable that the program sets when it starts.
 const OPENBLAS_THREADS: &str = "OPENBLAS_NUM_THREADS";
 
-/// Returns the same command of a program that starts as for a user, who has not set the variable of OpenBLAS.
+/// Returns the same command without the variable of OpenBLAS, as a user starts the program.
 pub fn restarting(arguments: &str) -> Command {
     let mut command = command(arguments);
     command.env_remove(OPENBLAS_THREADS);
     command
 }
 
-/// Handles the signals that this process was told to ignore, as one in the background may have been. The program would
-/// inherit that they are ignored, but does not inherit a handler. To change them between fork and exec would be a reason
-/// to fork, which copies the tables of all memory of this process, instead of a much faster spawn.
+/// Gives an empty handler to each signal that this process ignores, as a process in the background may. A child inherits
+/// that a signal is ignored, but not a handler, so that it starts with the default action. Resetting the signals in the
+/// child would need a fork, which copies the page tables of this large process; without it, the standard library uses the
+/// faster posix_spawn.
 fn handle_ignored_signals() {
     extern "C" fn ignore(_: libc::c_int) {}
     static ONCE: Once = Once::new();

@@ -22,7 +22,7 @@ pub fn seconds(work: impl FnOnce()) -> f64 {
     start.elapsed().as_secs_f64()
 }
 
-/// Rows and columns of the largest and the smallest plain product.
+/// Rows and columns of the largest and of the smallest matrix of the plain product.
 const SIZES: [usize; 2] = [2048, 512];
 
 /// A benchmark of kernels on the CPU whose results are compared with the plain product of square matrices.
@@ -51,7 +51,8 @@ impl<'a> Comparison<'a> {
         })
     }
 
-    /// Computes the plain product of matrices of this size, a part of the rows per thread; returns its GFLOP/s.
+    /// Multiplies a random square matrix of this size by itself, its rows divided among the threads: the plain product.
+    /// Returns its GFLOP/s.
     fn plain_rate(&mut self, size: usize) -> f64 {
         let rows = size.div_ceil(rayon::current_num_threads());
         let x = self.x.slice(s![..size, ..size]);
@@ -65,8 +66,8 @@ impl<'a> Comparison<'a> {
         2.0 * (size as f64).powi(3) / time * 1e-9
     }
 
-    /// Times a kernel of `flop` operations. Its runs alternate with runs of a plain product of about as many operations, so
-    /// that other work on the machine slows both.
+    /// Times a kernel of `flop` floating-point operations. Each run is followed by a plain product of about as many
+    /// operations, within [`SIZES`], so that other work on the machine slows both alike.
     pub fn add(&mut self, name: &str, shape: &str, flop: f64, mut kernel: impl FnMut()) -> Result<()> {
         let size = ((flop / 2.0).cbrt() as usize).clamp(SIZES[1], SIZES[0]);
         let both = measure(self.runs, || Ok((seconds(&mut kernel), self.plain_rate(size))))?;

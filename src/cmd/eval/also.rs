@@ -17,7 +17,7 @@ pub struct Also {
     /// The method.
     pub named: Named,
     /// The parameters: what the flags say, and defaults.
-    pub params: MethodParams,
+    params: MethodParams,
     /// The flags as they were given.
     flags: String,
 }
@@ -25,7 +25,8 @@ pub struct Also {
 impl Also {
     /// Parses the name of a method and its flags, separated by spaces.
     pub fn parse(text: &str) -> std::result::Result<Self, String> {
-        let (name, flags) = text.trim().split_once(char::is_whitespace).unwrap_or((text, ""));
+        let text = text.trim();
+        let (name, flags) = text.split_once(char::is_whitespace).unwrap_or((text, ""));
         let named = Named::parse(name).ok_or_else(|| format!("unknown method `{name}`"))?;
         let method = named.method.as_str();
         let of_methods = flags_of_methods();
@@ -38,7 +39,9 @@ impl Also {
                 .join(", ")
         };
         if own.is_empty() {
-            return Err(format!("`{method}` has no flags; name it in --methods"));
+            return Err(format!(
+                "`{method}` has no flags here; name it in --methods instead"
+            ));
         }
         let command = Command::new(method.to_owned()).no_binary_name(true);
         let command = MethodParams::augment_args(command.disable_help_flag(true));
@@ -52,17 +55,20 @@ impl Also {
             .filter_map(clap::Arg::get_long)
             .collect();
         if given.is_empty() {
-            return Err(format!("`{method}` without a flag; it has {}", listed(own)));
+            let own = listed(own);
+            return Err(format!(
+                "give at least one flag of `{method}` ({own}), or name it in --methods"
+            ));
         }
         if let Some(other) = given.iter().find(|flag| !own.iter().any(|own| own == *flag)) {
             return Err(format!(
-                "--{other} is no flag of `{method}`, which has {}",
+                "`{method}` has no flag --{other}; it has {}",
                 listed(own)
             ));
         }
         if let Some(shared) = given.iter().find(|flag| OF_CACHES.contains(flag)) {
             return Err(format!(
-                "--{shared} also says how the caches are held, which all methods of a run share"
+                "--{shared} describes the caches, which all methods of a run share; give it outside the quotes"
             ));
         }
         Ok(Self {
@@ -70,6 +76,13 @@ impl Also {
             params: MethodParams::from_arg_matches(&matches).map_err(|e| reason(&e))?,
             flags: flags.split_whitespace().collect::<Vec<_>>().join(" "),
         })
+    }
+
+    /// Returns the parameters of the method; those of the caches come from the command.
+    pub fn params(&self, of_command: &MethodParams) -> MethodParams {
+        let mut params = self.params.clone();
+        params.selfindex = params.selfindex.with_caches_of(&of_command.selfindex);
+        params
     }
 }
 
@@ -97,14 +110,14 @@ mod tests {
         assert_eq!(also.to_string(), "--lfps-theta 1 --lfps-rows 0");
         for (text, said) in [
             ("lfbs --lfps-theta 1", "unknown method `lfbs`"),
-            ("topk --lfps-theta 1", "`topk` has no flags"),
-            ("lfps", "`lfps` without a flag; it has --lfps-"),
+            ("topk --lfps-theta 1", "`topk` has no flags here"),
+            ("lfps ", "at least one flag of `lfps` (--lfps-"),
             ("lfps 1", "1"),
             ("lfps --lfps-theta", "--lfps-theta"),
             ("lfps --lfps-theta 2", "--lfps-theta"),
             ("lfps --lfps-thta 1", "--lfps-thta"),
-            ("lfps --ct-probes 2", "--ct-probes is no flag of `lfps`"),
-            ("selfindex --center mean", "--center also says"),
+            ("lfps --ct-probes 2", "`lfps` has no flag --ct-probes"),
+            ("selfindex --center mean", "--center describes the caches"),
         ] {
             let error = Also::parse(text).unwrap_err();
             assert!(error.contains(said), "{text}: {error}");

@@ -170,8 +170,8 @@ thread_local! {
     static SCRATCH: Cell<ScanScratch> = Cell::default();
 }
 
-/// Calls a function with buffers that the thread keeps: the system needs longer to hand out their memory anew for every
-/// chunk than a scan of the chunk takes.
+/// Calls a function with buffers that the thread keeps. Allocating them for every chunk would take a good part of the
+/// time of a scan, because the operating system has to supply their pages each time.
 pub(super) fn with_scratch<R>(work: impl FnOnce(&mut ScanScratch) -> R) -> R {
     let mut scratch = SCRATCH.take();
     let result = work(&mut scratch);

@@ -36,6 +36,16 @@ pub struct SelfIndexParams {
     pub plain_keys: bool,
 }
 
+impl SelfIndexParams {
+    /// Returns these parameters with those of `other` that describe the caches.
+    pub fn with_caches_of(self, other: &Self) -> Self {
+        Self {
+            sign_centroids: self.sign_centroids,
+            ..other.clone()
+        }
+    }
+}
+
 impl Default for SelfIndexParams {
     fn default() -> Self {
         Self {
