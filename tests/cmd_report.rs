@@ -696,8 +696,14 @@ fn pointing_at_a_mark_tells_its_value() {
          const svg = document.querySelector('#map svg');
          return { cells, marks, rows, cut: title.getBBox().x + title.getBBox().width > svg.width.baseVal.value };",
     );
-    // A chart is drawn in the first frame after the script of the page.
-    let script = format!("requestAnimationFrame(() => setTimeout(() => {{ {script} }}, 200));");
+    // A chart is drawn in a frame after the script of the page.
+    let script = format!(
+        "const whenDrawn = () => {{
+           if (!document.querySelector('#front-chart .point')) return setTimeout(whenDrawn, 50);
+           {script}
+         }};
+         whenDrawn();"
+    );
     let found = results(&dom(&files().page, &script));
     let cells = found["cells"].as_array().unwrap();
     assert_eq!(cells.len(), 4);
