@@ -314,16 +314,18 @@ fn what_is_missing_is_left_out() {
     assert_eq!(all, json!(names));
 }
 
-/// Of a document about two artifacts, the rows of the other one are left out, and what needs no artifact stays.
+/// Of a document about two artifacts, the rows of the other one are left out, and what needs no artifact stays. Rows of
+/// `--also` would stand beside another row of their method, and are left out.
 fn other_rows_are_left_out() {
     let of = files();
     let blocks = of.scratch.path("longer.tokens");
-    let eval = kvsmith(&format!(
+    let mut eval = command(&format!(
         "eval --model {} --artifact {} --against {} --methods topk,wpq --budgets 0.1 --tokens {blocks} --decode 2 --json -q",
         checkpoint("llama_default"),
         of.artifact,
         of.other
     ));
+    let eval = Outcome::of(eval.args(["--also", "lfps --lfps-theta 1"]).output().unwrap());
     let eval = of.scratch.write("two.json", eval.ok().stdout);
     let rows = |artifact: &str| {
         let page = of
@@ -333,8 +335,8 @@ fn other_rows_are_left_out() {
         let rows = rows.as_array().unwrap().iter();
         rows.map(|row| !row.is_null()).collect::<Vec<bool>>()
     };
-    assert_eq!(rows(&of.artifact), [true, true, false]);
-    assert_eq!(rows(&of.other), [true, false, true]);
+    assert_eq!(rows(&of.artifact), [true, true, false, false, false]);
+    assert_eq!(rows(&of.other), [true, false, true, false, false]);
 }
 
 fn bad_documents_are_refused() {

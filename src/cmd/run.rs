@@ -207,19 +207,16 @@ pub fn run(args: &Args, global: &Global) -> Result<()> {
     if choice.method == FULL && args.budget.is_some() {
         log.warn("--budget has no effect here: full attention reads everything");
     }
-    let (reading, params) = (&args.reading, &args.reading.methods);
-    let artifact_of_method = artifact.as_ref();
+    let reading = &args.reading;
     let method = reading.method(
         choice.method,
         choice.tail,
-        params,
-        artifact_of_method,
+        &reading.methods,
+        artifact.as_ref(),
         &decoder,
         global,
     )?;
-    let options = args
-        .reading
-        .options(choice.budget, artifact.as_ref(), device.as_ref())?;
+    let options = reading.options(choice.budget, artifact.as_ref(), device.as_ref())?;
     // Opened before the weights are loaded, and dropped after the session that writes to it.
     let create = |path| output::Lines::create(path, &args.inputs(), global);
     let mut lines = args.trace.as_ref().map(|path| create(path)).transpose()?;

@@ -263,7 +263,7 @@ pub fn text(rows: &[Value], needles: bool) -> String {
         true => (&ON_NEEDLES, &DETAILS[..3]),
         false => (&ON_TEXT, &DETAILS),
     };
-    let (files, flags) = (named(rows, "artifact"), named(rows, "flags"));
+    let (files, flags) = (values_of(rows, "artifact"), values_of(rows, "flags"));
     let place = |row| place(row, &files, &flags);
     let mut out = heading(main);
     for row in rows {
@@ -315,7 +315,7 @@ pub fn text(rows: &[Value], needles: bool) -> String {
 }
 
 /// Lists the artifacts or flags that the rows name, in the order of the rows.
-fn named<'a>(rows: &'a [Value], key: &str) -> Vec<&'a str> {
+fn values_of<'a>(rows: &'a [Value], key: &str) -> Vec<&'a str> {
     let mut all: Vec<&str> = Vec::new();
     for own in rows.iter().filter_map(|row| row[key].as_str()) {
         if !all.contains(&own) {
