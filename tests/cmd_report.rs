@@ -698,14 +698,6 @@ fn pointing_at_a_mark_tells_its_value() {
          const svg = document.querySelector('#map svg');
          return { cells, marks, rows, cut: title.getBBox().x + title.getBBox().width > svg.width.baseVal.value };",
     );
-    // A chart is drawn in a frame after the script of the page.
-    let script = format!(
-        "const whenDrawn = () => {{
-           if (!document.querySelector('#front-chart .point')) return setTimeout(whenDrawn, 50);
-           {script}
-         }};
-         whenDrawn();"
-    );
     let found = results(&dom(&files().page, &script));
     let cells = found["cells"].as_array().unwrap();
     assert_eq!(cells.len(), 4);
@@ -773,7 +765,6 @@ fn paper_has_no_controls() {
          return { controls: shown('nav, button, input, summary, .readout'), charts: shown('main svg'), answer: shown('#answer-text'), line: shown('#run-line'),
            outside: [...document.querySelectorAll('main svg, main table')].filter((of) => of.checkVisibility() && of.getBoundingClientRect().width > 724).length };",
     );
-    let script = format!("requestAnimationFrame(() => setTimeout(() => {{ {script} }}, 200));");
     let found = results(&dom(&files().page, &script));
     assert_eq!(found["controls"], 0, "{found}");
     assert!(found["charts"].as_u64().unwrap() > 1, "{found}");

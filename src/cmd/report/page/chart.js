@@ -133,6 +133,9 @@ function guide(of, place, { left, right, top, bottom }) {
     svg('text', { x: x - 6, y: top + 12, 'text-anchor': 'end' }, of.text));
 }
 
+/** What draws the charts of a new page as soon as they are in it and have a width. */
+const firstDraws = [];
+
 /** Makes a chart: `label` says what it shows, `x` and `y` are axes, `series` have points {x, y, low, high, text}. */
 function chart({ label, height = 300, ...of }) {
   const readout = el('p', { class: 'readout', 'aria-live': 'polite' }, 'Point at a mark, or touch it, to read its value.');
@@ -155,6 +158,7 @@ function chart({ label, height = 300, ...of }) {
     canvas.replaceChildren(svg('svg', { viewBox: `0 0 ${width} ${height}`, width, height, role: 'img', 'aria-label': label },
       axes(of, place, frame), of.series.map((series) => seriesOf(series, place, say)), guides.map((g) => guide(g, place, frame))));
   };
+  if (!document.body.dataset.ready) firstDraws.push(() => draw(canvas.clientWidth));
   new ResizeObserver(([entry]) => requestAnimationFrame(() => draw(Math.floor(entry.contentRect.width)))).observe(canvas);
   return figure;
 }

@@ -138,6 +138,7 @@ function start() {
   byId('contents').append(...links);
   byId('footer').append(`Made by kvsmith ${data.version}. This file needs no network.`);
   printWhole();
+  firstDraws.forEach((draw) => draw());
   document.body.dataset.ready = 'yes';
 }
 
