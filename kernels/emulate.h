@@ -1,10 +1,10 @@
-// Runs the kernels of this folder on a CPU, for tests: g++ -DKVSMITH_EMULATE -fsanitize=address,undefined.
+// Runs the kernels of this folder on a CPU, for tests: g++ -DKVSMITH_EMULATE.
 //
 // The threads of a block are fibers that take turns at barriers and shuffles; blocks run one after the other. Shared
-// memory is allocated per array, filled with NaN patterns, and, like buffers, guarded by the sanitizer. Every barrier
-// of a block reverses the order of its warps, and every barrier of a warp that of its lanes, so that a missing barrier
-// changes results. Lanes of even warps begin forwards, those of odd warps backwards. A barrier that
-// only some of the threads reach ends the program.
+// memory is allocated per array, filled with NaN patterns, and, like buffers, guarded where a sanitizer is built in.
+// Every barrier of a block reverses the order of its warps, and every barrier of a warp that of its lanes, so that a
+// missing barrier changes results. Lanes of even warps begin forwards, those of odd warps backwards. A barrier that only
+// some of the threads reach ends the program.
 //
 // With KVSMITH_PERTURB the blocks of a launch run in another order each time, exponentials are off by up to two units
 // in the last place, and nearest_fast.cu passes its fragments between lanes; with -ffp-contract=fast, products are
@@ -116,6 +116,9 @@ struct Thread {
 };
 
 constexpr size_t STACK = 64 << 10;
+// From one stack to the next. At a multiple of a large power of two, the ends of all stacks would compete for the same few
+// lines of the processor's cache.
+constexpr size_t STRIDE = STACK + 5 * 64;
 constexpr unsigned MOST_THREADS = 1024;
 
 inline Thread threads[MOST_THREADS];
@@ -181,12 +184,12 @@ inline void run_warp(unsigned first, unsigned end) {
 }
 
 inline void run_block() {
-    static char* stacks = (char*)malloc(STACK * MOST_THREADS);
+    static char* stacks = (char*)malloc(STRIDE * MOST_THREADS);
     for (unsigned i = 0; i < n_threads; i++) {
         threads[i].arrays = threads[i].exchanges = threads[i].groups = 0;
         threads[i].copies.clear();
         threads[i].index = {i % block_size.x, i / block_size.x % block_size.y, i / block_size.x / block_size.y};
-        threads[i].context.start(stacks + i * STACK, STACK, enter);
+        threads[i].context.start(stacks + i * STRIDE, STACK, enter);
     }
     for (bool backwards = false;; backwards = !backwards) {
         for (unsigned i = 0; i < n_threads; i += 32) {

@@ -10,7 +10,7 @@ use kvsmith::compute::device::Device;
 use kvsmith::compute::gpu::{Gpu, GpuLimits};
 use kvsmith::error::Error;
 
-use super::emulated::Emulated;
+use super::emulated::{Emulated, perturbed_one_in};
 
 /// A device, or why it is not there.
 pub struct Entry {
@@ -88,6 +88,10 @@ fn emulated(name: &'static str, open: fn(bool) -> Result<Emulated, String>) -> E
         plain: open(false).ok().map(driven),
         slow: true,
         most_channels: usize::MAX,
-        one_in: if name == "perturbed" { 6 } else { 1 },
+        one_in: if name == "perturbed" {
+            perturbed_one_in(6)
+        } else {
+            1
+        },
     }
 }

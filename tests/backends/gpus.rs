@@ -1,4 +1,4 @@
-//! The GPUs that checks run on: the CUDA kernels on the CPU, as written and perturbed, and an NVIDIA GPU.
+//! The GPUs that checks run on: the CUDA kernels on the CPU, as written and perturbed under sanitizers, and an NVIDIA GPU.
 
 use std::process::ExitCode;
 use std::sync::Arc;
@@ -7,13 +7,10 @@ use kvsmith::compute::cuda::driver::Driver;
 use kvsmith::compute::cuda::nvidia::Nvidia;
 use libtest_mimic::{Arguments, Trial};
 
-use super::emulated::Emulated;
+use super::emulated::{Emulated, perturbed_one_in};
 
 /// What is checked on a GPU.
 pub type Check = Box<dyn Fn(&dyn Driver) + Send>;
-
-/// Of this many checks one runs perturbed; all do if KVSMITH_ALL_PERTURBED is set.
-const PERTURBED_ONE_IN: usize = 8;
 
 /// Runs the named checks on all of them; those of a GPU that is not there show as ignored, with the reason above the list.
 pub fn run(checks: impl Fn() -> Vec<(String, Check)>) -> ExitCode {
@@ -21,14 +18,9 @@ pub fn run(checks: impl Fn() -> Vec<(String, Check)>) -> ExitCode {
     let emulated = Emulated::new(true).map(|driver| Arc::new(driver) as Arc<dyn Driver>);
     let perturbed = Emulated::perturbed().map(|driver| Arc::new(driver) as Arc<dyn Driver>);
     let real = Nvidia::open().map(|driver| Arc::new(driver) as Arc<dyn Driver>);
-    let everything = std::env::var_os("KVSMITH_ALL_PERTURBED").is_some();
     for (device, driver, one_in) in [
         ("emulated", emulated, 1),
-        (
-            "perturbed",
-            perturbed,
-            if everything { 1 } else { PERTURBED_ONE_IN },
-        ),
+        ("perturbed", perturbed, perturbed_one_in(8)),
         ("cuda", real.map_err(|e| e.to_string()), 1),
     ] {
         if let Err(reason) = &driver {
