@@ -58,6 +58,9 @@ fn input() -> String {
     )
 }
 
+/// The options of a calibration of which only the device matters.
+const LITTLE: &str = "--size 8 --iterations 1 --wpq-bits none --no-verdict";
+
 /// What the program says on stderr, less what a driver says there.
 fn calibrate(device: &str, fit: &str, output: &str) -> Value {
     let done = kvsmith(&format!(
@@ -80,7 +83,7 @@ fn calibrate(device: &str, fit: &str, output: &str) -> Value {
 
 fn calibrate_agrees_with_the_cpu(device: &str) {
     let scratch = Scratch::new();
-    let fit = "--size 48 --iterations 8";
+    let fit = "--size 48 --iterations 8 --wpq-bits 16";
     let expected = calibrate("cpu", fit, &scratch.path("cpu"));
     let found = calibrate(device, fit, &scratch.path("device"));
     let model = root().join("calib-data/model");
@@ -121,8 +124,8 @@ fn quality(manifest: &Value) -> Vec<Value> {
 fn the_chain_by_hand_is_the_same(device: &str) {
     let scratch = Scratch::new();
     let path = |file: &str| scratch.path(file);
-    let fit = "--size 16 --iterations 3";
-    calibrate(device, fit, &path("direct"));
+    let (fit, bits) = ("--size 16 --iterations 3", "--wpq-bits 16");
+    calibrate(device, &format!("{fit} {bits}"), &path("direct"));
     // wgpu cannot run the model.
     let model = if device == "wgpu" { "cpu" } else { device };
     let states = "--dtype f32 --queries --values --precision f32";
@@ -133,7 +136,7 @@ fn the_chain_by_hand_is_the_same(device: &str) {
     let codebook = scratch.make("a2ats", &codebook);
     let signs = scratch.make("signs", &format!("signs {on}"));
     let priors = scratch.make("priors", &format!("priors --dump {dump}"));
-    let wpq = scratch.make("wpq", &format!("wpq {on} --moments {moments} --seed 3"));
+    let wpq = scratch.make("wpq", &format!("wpq {on} --moments {moments} {bits} --seed 3"));
     let tail = scratch.make("tail", &format!("tail --dump {dump} --seed 3"));
     let model = root().join("calib-data/model");
     let pack = format!(
@@ -165,7 +168,7 @@ fn no_vulkan_driver() {
     let output = scratch.path("art");
     let run = |device: &str| {
         let mut command = command(&format!(
-            "calibrate {} --size 8 --device {device} -o {output}",
+            "calibrate {} {LITTLE} --device {device} -o {output}",
             input()
         ));
         for variable in ["VK_DRIVER_FILES", "VK_ICD_FILENAMES"] {
@@ -180,7 +183,7 @@ fn no_vulkan_driver() {
 
 fn auto_is_not_wgpu() {
     let scratch = Scratch::new();
-    let calibrate = format!("calibrate {} --size 8 --iterations 1", input());
+    let calibrate = format!("calibrate {} {LITTLE}", input());
     let output = scratch.make("art", &calibrate);
     let manifest = Artifact::open(output.as_ref(), SECTIONS).unwrap().manifest;
     assert_ne!(manifest.device, "wgpu");

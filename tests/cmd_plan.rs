@@ -102,7 +102,8 @@ fn stages_are_those_of_the_calibration() {
     kvsmith(&without).fails(2, "required arguments", "");
     let plan = kvsmith(&format!("{without} --plan --json")).ok();
     assert!(!Path::new(&art).exists(), "a plan writes nothing");
-    let shown = kvsmith(&format!("{flags} --plan -q")).ok().stdout;
+    let small = flags.replace(&model, &checkpoint("llama_default"));
+    let shown = kvsmith(&format!("{small} --plan -q")).ok().stdout;
     assert!(shown.lines().all(|line| line.chars().count() <= 80), "{shown}");
     // The small calibration that is timed says nothing.
     assert!(!plan.stderr.contains("recommended"), "{}", plan.stderr);
@@ -440,7 +441,7 @@ fn shards_follow_the_machine_and_the_deadline() {
 #[test]
 fn times_of_shards_add_up() {
     let scratch = Scratch::new();
-    let model = checkpoint("llama_d128");
+    let model = checkpoint("llama_default");
     let tokens = scratch.tokens("tokens.json", &documents(&[300, 300, 300, 150, 150], 1));
     let flags = format!("plan --model {model} --tokens {tokens} --size 16 --device cpu -q --shards");
     let plan = kvsmith(&format!(

@@ -158,10 +158,9 @@ fn every_command_prints_what_the_page_says() {
         ))],
     );
     let calibrate = format!("calibrate --model {model} --tokens {tokens} --size 8 --holdout 0.3");
-    let timed = checkpoint("llama_d128");
     let planned = |options: &str| {
         json(&format!(
-            "plan --model {timed} --tokens {tokens} --size 8 {options}"
+            "plan --model {model} --tokens {tokens} --size 8 {options}"
         ))
     };
     let shards = |options: &str| planned(&format!("--shards auto {options}"));

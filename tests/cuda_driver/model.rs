@@ -38,12 +38,14 @@ pub fn write_artifact(driver: &Path, out: &Path) {
     std::fs::write(out, ARTIFACT.get_or_init(calibrate)).unwrap();
 }
 
-/// A folder with an artifact of the bundled model and the beginning of the demo's prompt.
+/// A folder with an artifact of the bundled model and the beginning of the demo's prompt, in two lengths.
 fn scratch(driver: &Path) -> tempfile::TempDir {
     let dir = tempfile::tempdir().unwrap();
     write_artifact(driver, &dir.path().join("a.safetensors"));
     let prompt = std::fs::read_to_string(root().join("calib-data/demo-prompt.txt")).unwrap();
-    std::fs::write(dir.path().join("prompt"), &prompt[..1000]).unwrap();
+    for (name, characters) in [("prompt", 1000), ("short", 400)] {
+        std::fs::write(dir.path().join(name), &prompt[..characters]).unwrap();
+    }
     dir
 }
 
@@ -57,7 +59,7 @@ pub fn run(driver: &Path) {
             let result = json(
                 driver,
                 &format!(
-                    "run -q --json --model calib-data/model --artifact {at}/a.safetensors --prompt-file {at}/prompt \
+                    "run -q --json --model calib-data/model --artifact {at}/a.safetensors --prompt-file {at}/short \
                      --method {method} --budget 0.1 --window 16 --max-new 6 --kv f32 --precision f32 --ignore-eos \
                      --device {device} --trace {trace}"
                 ),
@@ -167,7 +169,7 @@ pub fn host(driver: &Path) {
             let result = json(
                 driver,
                 &format!(
-                    "run -q --json --model calib-data/model --artifact {at}/a.safetensors --prompt-file {at}/prompt \
+                    "run -q --json --model calib-data/model --artifact {at}/a.safetensors --prompt-file {at}/short \
                      --method {method} --budget 0.1 --window 16 --max-new 6 --precision f32 --ignore-eos --device {device} \
                      --trace {trace}"
                 ),
@@ -363,7 +365,7 @@ pub fn everything(driver: &Path) {
         json(
             driver,
             &format!(
-                "run -q --json --model calib-data/model --artifact {at}/a.safetensors --prompt-file {at}/prompt --max-new 6 \
+                "run -q --json --model calib-data/model --artifact {at}/a.safetensors --prompt-file {at}/short --max-new 6 \
                  --budget 1.0 --ignore-eos --device cuda {more}"
             ),
         )
@@ -378,7 +380,7 @@ pub fn everything(driver: &Path) {
     }
     // Where no memory can be locked, copies wait, and arrive all the same.
     let arguments = format!(
-        "run -q --json --model calib-data/model --artifact {at}/a.safetensors --prompt-file {at}/prompt --max-new 6 \
+        "run -q --json --model calib-data/model --artifact {at}/a.safetensors --prompt-file {at}/short --max-new 6 \
          --budget 0.1 --window 16 --temperature 0.9 --ignore-eos --device cuda --kv host"
     );
     let locked = json(driver, &arguments);
