@@ -20,6 +20,7 @@ fn on_chip(driver: &Path, chip: u32, arguments: &str) -> Outcome {
     // The code for 8.0 runs on 8.6 too.
     let report = reports().join(format!("sm_{}.txt", if chip < 90 { 80 } else { chip }));
     command
+        .env("FAKE_CUDA_MIB", "64")
         .env("FAKE_CUDA_CHIP", chip.to_string())
         .env("FAKE_CUDA_REPORT", report);
     Outcome::of(command.output().unwrap())
@@ -172,6 +173,7 @@ fn gpu_check(kit: &Path, out: &Path) -> Command {
         .arg(root().join("scripts/gpu_check.sh"))
         .args([kit, out])
         .arg("quick")
+        .env("FAKE_CUDA_MIB", "64")
         // Without a sanitizer of the machine's own.
         .env(
             "PATH",

@@ -129,7 +129,11 @@ CALL(cuOccupancyMaxActiveBlocksPerMultiprocessor, int* blocks, void* function, i
     int by_shared = chip().all_bytes / (used.own_bytes + (int)shared + 1024);
     return *blocks = std::min({by_registers, by_shared, chip().threads / threads}), SUCCESS;
 }
-CALL(cuMemGetInfo_v2, size_t* free, size_t* total) { return *free = *total = (wrong("small") ? 2 : 256) << 20, SUCCESS; }
+// FAKE_CUDA_MIB is the size of the memory. Benchmarks read half of it again and again.
+CALL(cuMemGetInfo_v2, size_t* free, size_t* total) {
+    const char* said = getenv("FAKE_CUDA_MIB");
+    return *free = *total = (size_t)(said ? atoi(said) : wrong("small") ? 2 : 256) << 20, SUCCESS;
+}
 CALL(cuMemAlloc_v2, uint64_t* at, size_t size) {
     if (wrong("no_memory") && size > 100000) return OUT_OF_MEMORY;
     return *at = (uint64_t)memset(malloc(size), 0xff, size), SUCCESS;
