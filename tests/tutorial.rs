@@ -28,6 +28,16 @@ fn script() -> String {
             .expect(variable);
         blocks = blocks.replace(old, &format!("{variable}'{value}'"));
     }
+    // The same commands on less of everything.
+    for (much, little) in [
+        ("--uuid-tokens 8K", "--uuid-tokens 1K"),
+        ("--size 1K", "--size 256"),
+        ("--max-tokens 8K", "--max-tokens 4K"),
+        ("--context 32K", "--context 4K"),
+    ] {
+        assert!(blocks.contains(much), "{much}");
+        blocks = blocks.replace(much, little);
+    }
     blocks
 }
 
