@@ -1,6 +1,6 @@
 """Measure what every method loses on the real model, decide which claims of the papers hold, and write docs/results.md.
 
-    python results.py KVSMITH REAL PAGE
+    python results.py KVSMITH REAL PAGE [--questions 4096,8192]
 
 REAL is the folder that `make real` made. The script writes PAGE and, beside it, results/real.json with the numbers of the
 page. It reuses every result in REAL/lab that the same program made with the same command, so a stopped run continues.
@@ -21,8 +21,8 @@ TOKENS = 40_960
 # Nothing was fitted to these texts, blocks and questions.
 BLOCKS = 20
 TASK_SEED = 20263
-# Texts of eight questions each, by length.
-TEXTS = {4096: 50}
+# Texts of each length, and questions about each text.
+TEXTS, ASKED = 50, 8
 
 HEADER = """# What the methods lose
 
@@ -128,9 +128,9 @@ class Results(Lab):
 
     def questions(self, length):
         """Ask eight questions about each text of a length; `lfps` bypasses no head, with which it loses less."""
-        path, texts = self.out / f"questions-{length}.jsonl", TEXTS[length]
+        path = self.out / f"questions-{length}.jsonl"
         run([sys.executable, Path(__file__).with_name("tasks.py"), "--haystack", self.real / "text" / "handbook-heldout.txt",
-             "--lengths", length, "--tasks", "turns", "--per-task", texts, "--seed", TASK_SEED,
+             "--lengths", length, "--tasks", "turns", "--per-task", TEXTS, "--seed", TASK_SEED,
              "--tokenizer", self.real / "model" / "tokenizer.json", "-o", path])
         options = ["--artifact", self.main, "--needles", path, "--methods", "topk,wpq,selfindex,lfps,snapkv", "--reads", "0.1", "--lfps-theta", 1]
         return self.eval(f"questions-{length}", options, [path, self.main])
@@ -315,10 +315,11 @@ def main():
     parser.add_argument("kvsmith", type=Path, help="the program")
     parser.add_argument("real", type=Path, help="the folder that `make real` made")
     parser.add_argument("page", type=Path, help="the page to write")
+    parser.add_argument("--questions", default="4096", help="lengths of the texts with questions, in tokens")
     arguments = parser.parse_args()
     results = Results(arguments.kvsmith, arguments.real)
     text, long, ablations = results.texts(), results.long(), results.ablations()
-    questions = {length: results.questions(length) for length in TEXTS}
+    questions = {length: results.questions(length) for length in map(int, arguments.questions.split(","))}
     verdicts = judged(claims(text, long, ablations))
     page = HEADER
     page += "## Claims\n\n" + CLAIMS + claim_table(verdicts)
@@ -328,7 +329,7 @@ def main():
     page += table(long, TEXT_COLUMNS, FORMS) + "\n" + ratios(long, (0.05, 0.1))
     page += "\n## Questions\n\n" + QUESTIONS
     for length, asked in questions.items():
-        page += f"### {length:,} tokens, {8 * TEXTS[length]} questions\n\nFull attention answers {percent(asked['full_needle_accuracy'])}.\n\n"
+        page += f"### {length:,} tokens, {ASKED * TEXTS} questions\n\nFull attention answers {percent(asked['full_needle_accuracy'])}.\n\n"
         page += question_table(asked) + "\n"
     page = page.rstrip("\n") + "\n"
     numbers = {"text": kept(text), "long": kept(long), "claims": verdicts}
