@@ -77,6 +77,8 @@ struct LogSum {
     DEVICE double log_of() const { return top + log(sum); }
 };
 
+// ---- bypass ----
+
 // Updates the sums of the keys and values of the non-sinks, `[b,g,2,d]`, to the last position, and tests the query
 // heads of a KV head for the bypass: bypassed `[b,h]`, and rest `[b,h]`, the estimated log-sum-exp of all rows except
 // sinks. counters `[b,g,4]`: keys read for ranking, products computed for ranking, heads bypassed, rows of the local
@@ -138,6 +140,8 @@ KERNEL(256, 1, lfps_begin, const float* queries, const void* keys, const void* v
     u32* to = counters + 4 * at;
     to[0] = 0, to[1] = counts[0] * (end - local + span[1]), to[2] = counts[1], to[3] = end - local;
 }
+
+// ---- thresholds ----
 
 // The entries of a query head's two tables for position p, where t is the last position.
 struct Tables {
@@ -246,6 +250,8 @@ UNROLL
     to[2] = means[0], to[3] = means[1];
 }
 
+// ---- candidates ----
+
 // Decides which of a block's SCORED positions are candidates of which query heads, and scores the candidates: scores
 // `[b,h,capacity]` as sort keys, 0 for a position that is no candidate; counts `[b,h,blocks]`. Resets joins
 // `[b,g,capacity]`. queries `[b,h,d]`. Position p is a candidate if, in either table, an entry of a position from p - 2
@@ -327,6 +333,8 @@ UNROLL
     }
 }
 
+// ---- ranks ----
+
 // Lists the candidates of a query head in ascending order: entries `[b,h,capacity]`, with the score in the high half
 // and the position in the low half; listed `[b,h]`. counts and blocks as in lfps_marks.
 KERNEL(256, 1, lfps_entries, const u32* scores, const u32* counts, u64* entries, u32* listed, u32 capacity) {
@@ -390,6 +398,8 @@ UNROLL
     joins += (u64)(head / r) * capacity;
     for (u32 i = t; i < n; i += SORTERS) atomicMin(&joins[(u32)entries[i]], i);
 }
+
+// ---- choice ----
 
 // Finds the largest union of top ranks within the budget, as `union_within` of src/method/union.rs: choice
 // `[b,g,CHOICE]`.
@@ -480,6 +490,8 @@ KERNEL(256, 1, lfps_list, const u32* joins, const u32* choice, const u32* spans,
     list_block(mine, from, none, 1, totals, lists, listed, most);
 }
 
+// ---- tables after the step ----
+
 // Scores the attended positions that are no sinks, as exponents of base 2: scores `[b,h,room]`, in the order of the
 // list followed by the window; minus infinity for a sink in the window. Each block has 64 positions; four lanes share a
 // product.
@@ -545,6 +557,8 @@ UNROLL
         if (threadIdx.x == 0) factors[2 * head + table] = factor;
     }
 }
+
+// ---- counters ----
 
 // Adds a step's figures to sums `[7]`, as `CudaIndex::tally` of src/method/cuda.rs says: as means over sequences and
 // heads, the rows read, the products computed for ranking, and the query heads bypassed; as sums, the rows attended,

@@ -310,16 +310,21 @@ def kept(document):
     return found | {"rows": rows}
 
 
+def lengths(text):
+    """Read the lengths of a list with commas."""
+    return [int(length) for length in text.split(",")]
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("kvsmith", type=Path, help="the program")
     parser.add_argument("real", type=Path, help="the folder that `make real` made")
     parser.add_argument("page", type=Path, help="the page to write")
-    parser.add_argument("--questions", default="4096", help="lengths of the texts with questions, in tokens")
+    parser.add_argument("--questions", type=lengths, default=[4096], help="lengths of the texts with questions, in tokens")
     arguments = parser.parse_args()
     results = Results(arguments.kvsmith, arguments.real)
     text, long, ablations = results.texts(), results.long(), results.ablations()
-    questions = {length: results.questions(length) for length in map(int, arguments.questions.split(","))}
+    questions = {length: results.questions(length) for length in arguments.questions}
     verdicts = judged(claims(text, long, ablations))
     page = HEADER
     page += "## Claims\n\n" + CLAIMS + claim_table(verdicts)

@@ -9,11 +9,10 @@ mod common;
 #[path = "backends/emulated.rs"]
 mod emulated;
 
-use std::hash::{DefaultHasher, Hash, Hasher};
 use std::path::{Path, PathBuf};
 use std::process::{Command, ExitCode};
 
-use common::table;
+use common::{kept, table};
 use emulated::Emulated;
 use kvsmith::compute::cuda::kernels;
 use kvsmith::compute::cuda::nvidia::compile;
@@ -346,27 +345,21 @@ fn check_nvrtc(library: &Path) {
     }
 }
 
-/// The machine code of this NVRTC. It is kept for the next run of the tests, since compiling takes half a minute.
+/// The machine code of this NVRTC, which takes half a minute to compile.
 fn compiled(library: &Path) -> Vec<u8> {
-    let mut hasher = DefaultHasher::new();
     let made_by = include_str!("../src/compute/cuda/nvidia/compile.rs");
     let age = library.metadata().and_then(|of| of.modified()).expect("an age");
-    (kernels::SOURCE, made_by, library, age).hash(&mut hasher);
-    let kept = Path::new(env!("CARGO_TARGET_TMPDIR")).join(format!("nvrtc-{:016x}", hasher.finish()));
-    if let Ok(image) = std::fs::read(&kept) {
-        return image;
-    }
-    // Once loaded, it is found by its name alone, and so is the library that it loads itself.
-    let builtins = library.with_file_name("libnvrtc-builtins.so.13.0");
-    let loaded = [builtins.as_path(), library].map(|library| {
-        // SAFETY: the libraries have no code that runs when they are loaded.
-        unsafe { libloading::Library::new(library) }.expect("NVRTC loads")
+    let image = kept("nvrtc", (kernels::SOURCE, made_by, library, age), |path| {
+        // Once loaded, it is found by its name alone, and so is the library that it loads itself.
+        let builtins = library.with_file_name("libnvrtc-builtins.so.13.0");
+        let loaded = [builtins.as_path(), library].map(|library| {
+            // SAFETY: the libraries have no code that runs when they are loaded.
+            unsafe { libloading::Library::new(library) }.expect("NVRTC loads")
+        });
+        let image = compile::compile((9, 0)).map_err(|e| e.to_string())?;
+        // They stay loaded: cudarc keeps what it found in them.
+        std::mem::forget(loaded);
+        std::fs::write(path, image).map_err(|e| e.to_string())
     });
-    let image = compile::compile((9, 0)).unwrap_or_else(|e| panic!("{e}"));
-    // They stay loaded: cudarc keeps what it found in them.
-    std::mem::forget(loaded);
-    let unfinished = kept.with_extension("part");
-    std::fs::write(&unfinished, &image).expect("the image is written");
-    std::fs::rename(unfinished, kept).expect("the image is renamed");
-    image
+    std::fs::read(image.unwrap_or_else(|e| panic!("{e}"))).expect("an image")
 }

@@ -47,7 +47,7 @@ pub fn all() -> Vec<Entry> {
         gpu("wgpu-in-pieces", Gpu::open(limits), 64),
         cuda(),
         emulated("emulated", Emulated::new),
-        emulated("perturbed", |_| Emulated::perturbed()),
+        emulated("perturbed", Emulated::perturbed),
     ]
 }
 

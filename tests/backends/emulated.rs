@@ -7,8 +7,6 @@
 //! process for themselves, and a kernel that goes wrong ends that process alone.
 
 use std::cell::RefCell;
-use std::collections::hash_map::DefaultHasher;
-use std::hash::{Hash, Hasher};
 use std::io::{BufReader, BufWriter, Read, Write};
 use std::path::{Path, PathBuf};
 use std::process::{Child, ChildStdin, ChildStdout, Command, Stdio};
@@ -17,7 +15,7 @@ use kvsmith::compute::cuda::driver::{Address, Arg, Driver, Launch};
 use kvsmith::compute::cuda::kernels;
 use kvsmith::error::{Error, Result};
 
-use super::common::root;
+use super::common::{kept, root};
 
 /// See [`Driver`]. Each thread has a process of its own; what is allocated stays with the thread.
 pub struct Emulated {
@@ -60,19 +58,21 @@ impl Emulated {
     /// # Errors
     /// Why there is none.
     #[allow(dead_code)]
-    pub fn perturbed() -> std::result::Result<Self, String> {
-        Self::of(
-            build(&[
-                "-mfma",
-                "-ffp-contract=fast",
-                "-DKVSMITH_PERTURB",
-                "-fsanitize=address,undefined",
-                // What is left of these the former finds, and they double the time.
-                "-fno-sanitize=null,object-size,vptr",
-                "-fno-sanitize-recover",
-            ])?,
-            true,
-        )
+    pub fn perturbed(tensor_cores: bool) -> std::result::Result<Self, String> {
+        let mut flags = vec![
+            "-ffp-contract=fast",
+            "-DKVSMITH_PERTURB",
+            "-fsanitize=address,undefined",
+            // What is left of these the former finds, and they double the time.
+            "-fno-sanitize=null,object-size,vptr",
+            "-fno-sanitize-recover",
+        ];
+        // Other processors fuse products into sums without being asked for their instructions.
+        #[cfg(target_arch = "x86_64")]
+        if std::arch::is_x86_feature_detected!("fma") {
+            flags.push("-mfma");
+        }
+        Self::of(build(&flags)?, tensor_cores)
     }
 
     fn of(program: PathBuf, tensor_cores: bool) -> std::result::Result<Self, String> {
@@ -293,10 +293,6 @@ fn start(program: &Path) -> (Child, BufWriter<ChildStdin>, BufReader<ChildStdout
 
 /// The program, named after what it is made of.
 fn build(more: &[&str]) -> std::result::Result<PathBuf, String> {
-    #[cfg(target_arch = "x86_64")]
-    if more.contains(&"-mfma") && !std::arch::is_x86_feature_detected!("fma") {
-        return Err("this processor does not fuse products into sums".to_owned());
-    }
     const FLAGS: [&str; 9] = [
         "-std=c++20",
         "-O2",
@@ -316,31 +312,25 @@ fn build(more: &[&str]) -> std::result::Result<PathBuf, String> {
         .map_while(|entry| Some(entry.ok()?.path()))
         .collect();
     files.sort();
-    let mut hasher = DefaultHasher::new();
-    (FLAGS, more).hash(&mut hasher);
-    for file in files {
-        std::fs::read(file).map_err(|e| e.to_string())?.hash(&mut hasher);
-    }
-    let folder = Path::new(env!("CARGO_TARGET_TMPDIR"));
-    let program = folder.join(format!("emulate-{:016x}", hasher.finish()));
-    if program.exists() {
-        return Ok(program);
-    }
-    // Under another name until it is whole: tests run side by side.
-    let unfinished = folder.join(format!("emulate-{}-{}", std::process::id(), more.len()));
-    let output = Command::new("g++")
-        .args(FLAGS)
-        .args(more)
-        .arg(kernels.join("emulate.cpp"))
-        .arg("-o")
-        .arg(&unfinished)
-        .output()
-        .map_err(|e| format!("g++ does not run ({e}); on Debian or Ubuntu: apt-get install g++"))?;
-    assert!(
-        output.status.success(),
-        "the kernels do not compile:\n{}",
-        String::from_utf8_lossy(&output.stderr)
-    );
-    std::fs::rename(&unfinished, &program).map_err(|e| e.to_string())?;
-    Ok(program)
+    let sources: Vec<Vec<u8>> = files
+        .iter()
+        .map(std::fs::read)
+        .collect::<std::io::Result<_>>()
+        .map_err(|e| e.to_string())?;
+    kept("emulate", (FLAGS, more, sources), |program| {
+        let output = Command::new("g++")
+            .args(FLAGS)
+            .args(more)
+            .arg(kernels.join("emulate.cpp"))
+            .arg("-o")
+            .arg(program)
+            .output()
+            .map_err(|e| format!("g++ does not run ({e}); on Debian or Ubuntu: apt-get install g++"))?;
+        assert!(
+            output.status.success(),
+            "the kernels do not compile:\n{}",
+            String::from_utf8_lossy(&output.stderr)
+        );
+        Ok(())
+    })
 }

@@ -16,7 +16,7 @@ pub type Check = Box<dyn Fn(&dyn Driver) + Send>;
 pub fn run(checks: impl Fn() -> Vec<(String, Check)>) -> ExitCode {
     let mut trials = Vec::new();
     let emulated = Emulated::new(true).map(|driver| Arc::new(driver) as Arc<dyn Driver>);
-    let perturbed = Emulated::perturbed().map(|driver| Arc::new(driver) as Arc<dyn Driver>);
+    let perturbed = Emulated::perturbed(true).map(|driver| Arc::new(driver) as Arc<dyn Driver>);
     let real = Nvidia::open().map(|driver| Arc::new(driver) as Arc<dyn Driver>);
     for (device, driver, one_in) in [
         ("emulated", emulated, 1),

@@ -12,6 +12,7 @@ pub mod model;
 pub mod random;
 
 use std::collections::BTreeMap;
+use std::hash::{DefaultHasher, Hash, Hasher};
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
 use std::sync::Once;
@@ -40,6 +41,28 @@ pub(crate) use trials;
 pub fn root() -> PathBuf {
     let root = std::env::var_os("KVSMITH_ROOT");
     root.unwrap_or_else(|| env!("CARGO_MANIFEST_DIR").into()).into()
+}
+
+/// Returns a file that `make` writes to the path that it is given, once for each state of what it is made `of`; it is kept
+/// for the next run of the tests.
+///
+/// # Errors
+/// What `make` returns.
+pub fn kept(
+    name: &str,
+    of: impl Hash,
+    make: impl FnOnce(&Path) -> Result<(), String>,
+) -> Result<PathBuf, String> {
+    let mut hasher = DefaultHasher::new();
+    of.hash(&mut hasher);
+    let path = Path::new(env!("CARGO_TARGET_TMPDIR")).join(format!("{name}-{:016x}", hasher.finish()));
+    if !path.exists() {
+        // Under another name until it is whole: tests run side by side.
+        let unfinished = path.with_extension(std::process::id().to_string());
+        make(&unfinished)?;
+        std::fs::rename(&unfinished, &path).map_err(|e| e.to_string())?;
+    }
+    Ok(path)
 }
 
 pub fn golden(name: &str) -> PathBuf {

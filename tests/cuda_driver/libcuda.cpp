@@ -132,7 +132,7 @@ CALL(cuOccupancyMaxActiveBlocksPerMultiprocessor, int* blocks, void* function, i
 // FAKE_CUDA_MIB is the size of the memory. Benchmarks read half of it again and again.
 CALL(cuMemGetInfo_v2, size_t* free, size_t* total) {
     const char* said = getenv("FAKE_CUDA_MIB");
-    return *free = *total = (size_t)(said ? atoi(said) : wrong("small") ? 2 : 256) << 20, SUCCESS;
+    return *free = *total = (size_t)(said ? atoi(said) : 256) << 20, SUCCESS;
 }
 CALL(cuMemAlloc_v2, uint64_t* at, size_t size) {
     if (wrong("no_memory") && size > 100000) return OUT_OF_MEMORY;

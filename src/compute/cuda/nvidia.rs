@@ -9,18 +9,19 @@ use std::sync::{Mutex, MutexGuard};
 
 use cudarc::driver::result::{self, DriverError};
 use cudarc::driver::sys::{
-    self, CUcontext, CUdevice, CUdevice_attribute, CUevent, CUevent_flags, CUfunction, CUfunction_attribute,
-    CUmodule, CUresult,
+    self, CUcontext, CUdevice, CUdevice_attribute, CUfunction, CUfunction_attribute, CUmodule, CUresult,
 };
 
 use super::driver::{Address, Arg, Driver, Launch, Part, Product};
 use super::kernels::{self, Kernel};
 use crate::error::{Error, Result};
+use mark::Mark;
 use products::Products;
 use recording::{Noted, Recordings};
 use staging::Staging;
 
 pub mod compile;
+mod mark;
 mod products;
 mod recording;
 mod staging;
@@ -410,40 +411,6 @@ fn prefer_shared(function: CUfunction, bytes: usize) -> Result<()> {
             .map_err(|e| failed("cannot set the shared memory of a kernel", e))?;
     }
     Ok(())
-}
-
-/// A point in the order of launches whose time the device records (a CUDA event).
-struct Mark(CUevent);
-
-impl Mark {
-    fn new() -> Result<Self> {
-        let event = result::event::create(CUevent_flags::CU_EVENT_DEFAULT);
-        event.map(Self).map_err(|e| failed("cannot create an event", e))
-    }
-
-    /// Records the mark after all earlier launches.
-    fn set(&self) -> Result<()> {
-        // SAFETY: the event was created in `new`; the null stream is the one everything goes through.
-        unsafe { result::event::record(self.0, std::ptr::null_mut()) }
-            .map_err(|e| failed("cannot create an event", e))
-    }
-
-    /// Waits for the mark, and returns the seconds from an `earlier` mark to it.
-    fn seconds_since(&self, earlier: &Self) -> Result<f64> {
-        // SAFETY: both events were created in `new`.
-        unsafe { result::event::synchronize(self.0) }.map_err(|e| failed("a timed launch failed", e))?;
-        // SAFETY: as above.
-        let milliseconds = unsafe { result::event::elapsed(earlier.0, self.0) };
-        let milliseconds = milliseconds.map_err(|e| failed("cannot read the time of an event", e))?;
-        Ok(f64::from(milliseconds) * 1e-3)
-    }
-}
-
-impl Drop for Mark {
-    fn drop(&mut self) {
-        // SAFETY: created in `new`, destroyed once. An error at the end changes nothing.
-        let _ = unsafe { result::event::destroy(self.0) };
-    }
 }
 
 fn no_gpu() -> Error {
