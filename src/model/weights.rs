@@ -195,24 +195,7 @@ impl Checkpoint {
     ///
     /// It depends neither on the config's spelling nor on how the checkpoint is sharded.
     pub fn fingerprint(&self, config: &ModelConfig) -> Result<String> {
-        const SAMPLES: u128 = 4096;
-        let sample = |(_, e): (&String, &Entry)| {
-            let shard = &self.shards[e.shard];
-            let read = |bytes: &mut [u8], at: usize| {
-                let done = shard.file.read_exact_at(bytes, at as u64);
-                done.map_err(|err| Error::io(&shard.path, "read", &err))
-            };
-            let mut bytes = vec![0; e.len.min(SAMPLES as usize)];
-            if e.len == bytes.len() {
-                read(&mut bytes, e.start)?;
-                return Ok(bytes);
-            }
-            for (i, byte) in bytes.iter_mut().enumerate() {
-                let offset = (i as u128 * e.len as u128 / SAMPLES) as usize;
-                read(std::slice::from_mut(byte), e.start + offset)?;
-            }
-            Ok(bytes)
-        };
+        let sample = |(_, e): (&String, &Entry)| self.sample(e);
         let samples: Vec<Result<Vec<u8>>> = self.entries.par_iter().map(sample).collect();
         let mut hash = Sha256::new();
         hash.update(config.canonical().to_string().as_bytes());
@@ -221,5 +204,76 @@ impl Checkpoint {
             hash.update(bytes?);
         }
         Ok(hex(&hash.finalize()))
+    }
+
+    /// Reads the bytes of a tensor that the fingerprint takes.
+    fn sample(&self, entry: &Entry) -> Result<Vec<u8>> {
+        const SAMPLES: usize = 4096;
+        // Bytes between samples from which on each sample is read on its own.
+        const SPARSE: usize = 4096;
+        // Bytes per read where samples are denser.
+        const SPAN: usize = 256 << 10;
+        let shard = &self.shards[entry.shard];
+        let mut samples = vec![0; entry.len.min(SAMPLES)];
+        let distance = entry.len / SAMPLES;
+        let group = match distance < SPARSE {
+            true => SPAN / (distance + 1),
+            false => 1,
+        };
+        let offset = |i: usize| (i as u128 * entry.len as u128 / samples.len() as u128) as usize;
+        let offsets: Vec<usize> = (0..samples.len()).map(offset).collect();
+        let mut span = Vec::new();
+        for (samples, offsets) in samples.chunks_mut(group).zip(offsets.chunks(group)) {
+            let (first, last) = (offsets[0], offsets[offsets.len() - 1]);
+            span.resize(last - first + 1, 0);
+            let read = shard.file.read_exact_at(&mut span, (entry.start + first) as u64);
+            read.map_err(|err| Error::io(&shard.path, "read", &err))?;
+            for (sample, offset) in samples.iter_mut().zip(offsets) {
+                *sample = span[offset - first];
+            }
+        }
+        Ok(samples)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::collections::BTreeMap;
+
+    use safetensors::serialize_to_file;
+    use safetensors::tensor::TensorView;
+
+    use super::*;
+    use crate::testing::numbers;
+
+    /// Tensors whose samples are read at once, in spans and one by one.
+    #[test]
+    fn the_fingerprint_takes_the_bytes_of_the_definition() {
+        let config = Path::new(env!("CARGO_MANIFEST_DIR")).join("calib-data/model");
+        let config = ModelConfig::load(&config).expect("a config");
+        let mut next = numbers(1);
+        let tensors: BTreeMap<String, Vec<u8>> =
+            [0, 1, 4095, 4096, 4097, 300_000, 5_000_001, 16_777_216, 17_000_000]
+                .into_iter()
+                .map(|n: usize| (format!("of_{n}"), (0..n).map(|_| (next() >> 24) as u8).collect()))
+                .collect();
+        let views = tensors.iter().map(|(name, bytes)| {
+            let view = TensorView::new(Dtype::U8, vec![bytes.len()], bytes);
+            (name, view.expect("a tensor"))
+        });
+        let dir = tempfile::tempdir().expect("a folder");
+        serialize_to_file(views, None, &dir.path().join("model.safetensors")).expect("a file");
+
+        let mut hash = Sha256::new();
+        hash.update(config.canonical().to_string().as_bytes());
+        for (name, bytes) in &tensors {
+            hash.update(format!("\n{name} U8 [{}]\n", bytes.len()).as_bytes());
+            let n = bytes.len().min(4096);
+            let taken: Vec<u8> = (0..n).map(|i| bytes[i * bytes.len() / n]).collect();
+            hash.update(taken);
+        }
+        let checkpoint = Checkpoint::open(dir.path()).expect("a checkpoint");
+        let fingerprint = checkpoint.fingerprint(&config).expect("a fingerprint");
+        assert_eq!(fingerprint, hex(&hash.finalize()));
     }
 }
