@@ -222,15 +222,17 @@ fn the_plan_is_what_is_taken() {
         head_dim: 256,
         ..shape
     };
+    // What the projections of the first layer keep is there while the second layer attends and computes its own; the last
+    // layer computes only its states.
     let attention = Shape {
-        layers: 2,
+        layers: 3,
         heads: 8,
         head_dim: 256,
         window: Some(64),
         ..shape
     };
     let projections = Shape {
-        layers: 2,
+        layers: 3,
         intermediate: 6_144,
         ..shape
     };

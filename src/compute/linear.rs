@@ -44,7 +44,7 @@ impl Linear {
             self.forward_few(x, out);
             return;
         }
-        let packed = PackedInputs::new(x);
+        let packed = PackedInputs::new(x, PACKED.take());
         let channels = out.ncols();
         let count = channels.div_ceil(CHANNELS).max(1);
         let size = channels.div_ceil(count).next_multiple_of(TILE);
@@ -60,6 +60,7 @@ impl Linear {
             self.multiply(&packed, channel, side, &mut scratch, part);
             SCRATCH.set(scratch);
         });
+        PACKED.set(packed.lines);
     }
 
     /// Computes the output channels from `first` on, for the blocks of input rows from block number `side` on.
@@ -164,16 +165,22 @@ impl Linear {
 struct PackedInputs {
     /// Number of blocks of [`SIDE`] input channels.
     blocks: usize,
-    /// `[blocks of SIDE input rows, blocks, PANELS, SIDE]`.
+    /// `[blocks of SIDE input rows, blocks, PANELS, SIDE]`, and perhaps more lines, which are not used.
     lines: Vec<PanelLine>,
 }
 
 impl PackedInputs {
-    fn new(x: ArrayView2<f32>) -> Self {
+    /// Packs the rows into a buffer, whatever it holds; what lies beyond the rows and their channels stays as it is.
+    fn new(x: ArrayView2<f32>, mut lines: Vec<PanelLine>) -> Self {
         let (m, k) = x.dim();
         let blocks = k.div_ceil(SIDE);
-        let mut lines = vec![PanelLine::ZERO; m.div_ceil(SIDE) * blocks * PANELS * SIDE];
-        let each = lines.par_chunks_exact_mut(PANELS * SIDE).enumerate();
+        let size = m.div_ceil(SIDE) * blocks * PANELS * SIDE;
+        if lines.len() < size {
+            // Frees the old buffer before the new one is allocated.
+            lines = Vec::new();
+            lines.resize(size, PanelLine::ZERO);
+        }
+        let each = lines[..size].par_chunks_exact_mut(PANELS * SIDE).enumerate();
         each.for_each_init(
             || [Row::ZERO; PANEL],
             |rows, (i, lines)| {
@@ -217,6 +224,8 @@ thread_local! {
     // Each thread keeps its buffers: if they were allocated for every task, the operating system would have to supply
     // their pages each time.
     static SCRATCH: Cell<LinearScratch> = Cell::default();
+    // So does the thread that calls, which would also have to fill them with zeros on its own.
+    static PACKED: Cell<Vec<PanelLine>> = Cell::default();
 }
 
 /// Widens the rows `first..first + count` of a weight to f32.

@@ -227,26 +227,29 @@ impl Decoder {
     }
 }
 
+/// Returns the bytes of the padded copy of a projection's inputs, once blocks of up to `rows` rows have passed the model on
+/// the CPU: the thread keeps it for the next projection. `finished` says whether the outputs of layers are computed.
+pub fn kept_bytes(c: &ModelConfig, rows: usize, finished: bool) -> usize {
+    let widths = match finished {
+        true => c.hidden_size.max(c.n_heads * c.head_dim).max(c.intermediate_size),
+        false => c.hidden_size,
+    };
+    packed_floats(rows.min(ROWS), widths) * size_of::<f32>()
+}
+
 /// Returns the bytes of memory that a block of `rows` rows takes while it passes a layer on the CPU, in addition to its
-/// hidden states; `finished` says whether the layer's output is computed too.
+/// hidden states and to [`kept_bytes`]; `finished` says whether the layer's output is computed too.
 pub fn block_bytes(c: &ModelConfig, rows: usize, finished: bool) -> usize {
     let (q, kv) = (c.n_heads * c.head_dim, c.n_kv_heads * c.head_dim);
     let (hidden, inter) = (c.hidden_size, c.intermediate_size);
     let chunk = rows.min(ROWS);
-    // Floats of a projection's inputs, of which the matrix product makes a padded copy.
-    let inputs = |width| packed_floats(chunk, width);
     let states = rows * (q + 2 * kv);
     let table = rows * c.head_dim;
-    let project = states + chunk * (hidden + q) + inputs(hidden);
+    let project = states + chunk * (hidden + q);
     // The rotated keys, the queries of which the moments are computed, and the rotation tables of both.
     let tap = states + rows * kv + 2 * table + chunk * q;
     let attend = states + rows * (kv + q) + table;
-    let products = [
-        chunk * hidden + inputs(q),
-        chunk * (2 * hidden + 2 * inter) + inputs(hidden),
-        chunk * (2 * hidden + inter) + inputs(inter),
-    ];
-    let finish = rows * q + table + products.into_iter().max().unwrap_or(0);
+    let finish = rows * q + table + chunk * (2 * hidden + 2 * inter);
     let passes = match finished {
         true => vec![project, tap, attend, finish],
         false => vec![project, tap],

@@ -6,7 +6,7 @@ use crate::artifact::{Fit, FitText, Section};
 use crate::compute::device::Device;
 use crate::corpus::Corpus;
 use crate::model::ModelConfig;
-use crate::model::decoder::block_bytes;
+use crate::model::decoder::{block_bytes, kept_bytes};
 use crate::progress::size;
 use crate::store;
 
@@ -29,6 +29,8 @@ pub fn query_rows(fits: &[Box<dyn Fit>]) -> Vec<usize> {
 pub struct MemoryPlan {
     /// The program and the buffers of its threads.
     pub program: usize,
+    /// What is kept once the model has run.
+    pub kept: usize,
     /// The hidden states of all tokens.
     pub hidden: usize,
     /// The keys of one layer, its values if a fit reads them, and the queries that the fits read.
@@ -113,6 +115,7 @@ impl MemoryPlan {
         };
         Self {
             program: PROGRAM_BYTES + text.threads * THREAD_BYTES,
+            kept: kept_bytes(c, text.longest_block, c.n_layers > 1 || judged.variants > 0),
             hidden: text.n * c.hidden_size * float,
             states: states(text.n),
             results: store::total_bytes(sections.iter().flat_map(|section| &section.specs)),
@@ -125,7 +128,7 @@ impl MemoryPlan {
     /// Returns the bytes that are needed at once: each layer is captured and then fitted, and the verdict comes last.
     pub fn total(&self) -> usize {
         let fitted = self.hidden + self.results + self.capture.max(self.states + self.fit);
-        self.program + fitted.max(self.verdict)
+        self.program + self.kept + fitted.max(self.verdict)
     }
 
     /// Describes the plan, one fact per line.

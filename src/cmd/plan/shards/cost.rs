@@ -167,7 +167,7 @@ impl Job<'_> {
         // The two sums of every layer; when they are written, also the rotated one, and all three as bytes and as a list.
         let sums = (2 * self.sum_bytes() + block).max(7 * self.sum_bytes());
         let ids = n * (size_of::<u32>() + 1);
-        self.memory.program + n * c.hidden_size * size_of::<f32>() + ids + sums
+        self.memory.program + self.memory.kept + n * c.hidden_size * size_of::<f32>() + ids + sums
     }
 
     /// Returns the costs of the layer parts, whose tasks read the dumps of token shards of at most `shard_rows` tokens;
@@ -266,7 +266,9 @@ impl Job<'_> {
             compute: self.times.map(|times| times.digest_seconds(2 * packed)),
         };
         if self.artifacts[1].is_some() {
-            task.memory = task.memory.max(self.memory.program + self.memory.verdict);
+            task.memory = task
+                .memory
+                .max(self.memory.program + self.memory.kept + self.memory.verdict);
             task.mapped = self.weights.layer;
             // The model runs twice: to find the budgets, and to measure the methods with them.
             task.read += packed + 2 * self.weights.pass + TOKEN_BYTES * self.corpus.n_tokens() + judged;
