@@ -88,6 +88,15 @@ pub fn axpy(a: f32, x: &[f32], y: &mut [f32]) {
     }
 }
 
+/// Computes `y += a x` in f64.
+#[multiversion(targets("x86_64+avx512f+avx512vl", "x86_64+avx2", "aarch64+neon"))]
+pub fn axpy_f64(a: f64, x: &[f32], y: &mut [f64]) {
+    assert_eq!(x.len(), y.len(), "values of a sum");
+    for (y, x) in y.iter_mut().zip(x) {
+        *y += a * f64::from(*x);
+    }
+}
+
 /// Computes `y += a x + b` for integers x.
 #[multiversion(targets("x86_64+avx512f+avx512vl", "x86_64+avx2", "aarch64+neon"))]
 pub fn add_line(x: &[u16], a: f32, b: f32, y: &mut [f32]) {

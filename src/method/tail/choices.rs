@@ -72,6 +72,13 @@ pub struct Row<'a> {
     pub seed: u64,
 }
 
+/// The positions that a choice leaves out.
+struct Rest {
+    /// The sum of their values, `[d]`.
+    sum: Vec<f64>,
+    count: usize,
+}
+
 /// The full attention of one query.
 struct Exact {
     /// e^(score - largest score) for every visible position.
@@ -95,7 +102,11 @@ impl Row<'_> {
         let noise = self.noise();
         let errors = RULES.iter().map(|rule| {
             let attended = self.attended(rule, &exact, &noise);
-            let rest = (total.clone(), all.len() - attended.len());
+            let read = self.sum(&attended, |_| 1.0);
+            let rest = Rest {
+                sum: total.iter().zip(read).map(|(all, read)| all - read).collect(),
+                count: all.len() - attended.len(),
+            };
             let of = |exact| self.errors_of(exact, &attended, &rest);
             exact.iter().map(of).collect()
         });
@@ -111,9 +122,7 @@ impl Row<'_> {
     fn sum(&self, positions: &[usize], weight: impl Fn(usize) -> f64) -> Vec<f64> {
         let mut sum = vec![0.0; self.queries[0].len()];
         for p in positions {
-            let (weight, value) = (weight(*p), self.row(self.values, *p));
-            let pairs = sum.iter_mut().zip(value);
-            pairs.for_each(|(s, v)| *s += weight * f64::from(*v));
+            simd::axpy_f64(weight(*p), self.row(self.values, *p), &mut sum);
         }
         sum
     }
@@ -156,8 +165,15 @@ impl Row<'_> {
         let (visible, candidates) = (self.set.visible(), self.set.candidates.clone());
         let positions = |budget| Budget::Fraction(budget).positions(visible.len());
         let budget = rule.budget.map_or(0, positions).min(candidates.len());
+        let sinks = self.set.sinks.clone();
+        if budget == 0 {
+            return sinks.chain(self.set.window.clone()).collect();
+        }
         let first = candidates.start - visible.start;
-        let factors: Vec<f64> = noise.iter().map(|z| (rule.noise * z).exp()).collect();
+        let factors: Vec<f64> = match rule.noise {
+            0.0 => vec![1.0; candidates.len()],
+            deviation => noise.iter().map(|z| (deviation * z).exp()).collect(),
+        };
         let mut mass = vec![0.0; candidates.len()];
         for exact in exact {
             let own = &exact.weights[first..first + candidates.len()];
@@ -169,31 +185,28 @@ impl Row<'_> {
         }
         let chosen = largest(&mass, budget).into_iter();
         let chosen = chosen.map(|place| candidates.start + place as usize);
-        let sinks = self.set.sinks.clone();
         sinks.chain(chosen).chain(self.set.window.clone()).collect()
     }
 
-    /// Returns the errors of one query that attends the given positions. `rest` holds the sum of all visible values,
-    /// and the number of positions that are left out.
-    fn errors_of(&self, exact: &Exact, attended: &[usize], (total, left): &(Vec<f64>, usize)) -> Errors {
+    /// Returns the errors of one query that attends the given positions and leaves out the rest.
+    fn errors_of(&self, exact: &Exact, attended: &[usize], rest: &Rest) -> Errors {
         let start = self.set.visible().start;
         let mass: f64 = attended.iter().map(|p| exact.weights[p - start]).sum();
         let norm: f64 = exact.output.iter().map(|x| x * x).sum();
         // If nothing is left out, or if the output or the attended mass rounds to zero, no shift changes anything.
-        if *left == 0 || norm <= 0.0 || mass <= 0.0 {
+        if rest.count == 0 || norm <= 0.0 || mass <= 0.0 {
             return Errors::default();
         }
         let own = self.sum(attended, |p| exact.weights[p - start] / mass);
-        let read = self.sum(attended, |_| 1.0);
-        let n = *left as f64;
+        let n = rest.count as f64;
         let attended_scores: f64 = attended.iter().map(|p| exact.scores[p - start]).sum();
         let mean = (exact.scores.iter().sum::<f64>() - attended_scores) / n;
         let mut errors = Errors {
             gap: n.ln() + mean - mass.ln(),
             ..Errors::default()
         };
-        for (((own, exact), total), read) in own.iter().zip(&exact.output).zip(total).zip(read) {
-            let (a, c) = (own - exact, (total - read) / n - own);
+        for ((own, exact), sum) in own.iter().zip(&exact.output).zip(&rest.sum) {
+            let (a, c) = (own - exact, sum / n - own);
             errors.off += a * a / norm;
             errors.cross += a * c / norm;
             errors.square += c * c / norm;
