@@ -383,7 +383,8 @@ fn the_seed_alone_makes_a_difference() {
     // Long enough that every parallel loop has several pieces.
     let tokens = scratch.tokens("tokens.json", &documents(&[3000, 500], 2));
     let run = |name: &str, options: &str| {
-        let command = format!("calibrate --model {model} --tokens {tokens} --size 64 {options}");
+        let command =
+            format!("calibrate --model {model} --tokens {tokens} --size 64 --wpq-iterations 3 {options}");
         read(&scratch.make(name, &command))
     };
     let first = run("first", "");
@@ -414,7 +415,7 @@ impl Run {
         let scratch = Scratch::new();
         let model = checkpoint("qwen2_sliding");
         let file = scratch.tokens("tokens.json", &documents(&vec![500; tokens / 500], 3));
-        let input = format!("--model {model} --tokens {file} --size 400 --seq-len 500");
+        let input = format!("--model {model} --tokens {file} --size 400 --seq-len 500 --wpq-iterations 3");
         Self { scratch, input }
     }
 

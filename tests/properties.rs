@@ -567,18 +567,19 @@ fn retrieval(rope: &str, metric: &str) {
             let k = keys_used.index_axis(Axis(0), head);
             let codes = codebooks.head(layer, head).encode(k);
             let z = k.mapv(f64::from).dot(&chol) - &mean;
+            let norms = codebook.rows().into_iter().map(|word| word.dot(&word));
+            let largest = norms.fold(0.0, f64::max);
             for (z, code) in z.rows().into_iter().zip(&codes) {
-                let distance = |c: usize| (&z - &codebook.row(c)).mapv(|v| v * v).sum();
+                let distance = |c: usize| -> f64 {
+                    let pairs = z.iter().zip(codebook.row(c));
+                    pairs.map(|(z, word)| (z - word).powi(2)).sum()
+                };
                 let best = (0..64).map(distance).fold(f64::INFINITY, f64::min);
                 let found = distance(usize::from(*code));
                 exact += usize::from(found == best);
                 keys += 1;
                 // The search is good to 4 (d + 2) 2^-24 (|z| |c| + c^2 / 2); as much again for z in f32.
-                let size = z.dot(&z)
-                    + codebook
-                        .mapv(|v| v * v)
-                        .sum_axis(Axis(1))
-                        .fold(0.0f64, |m, v| m.max(*v));
+                let size = z.dot(&z) + largest;
                 assert!(
                     found - best <= 8.0 * (d + 2) as f64 * F32_UNIT * size,
                     "{found} {best}"

@@ -67,7 +67,8 @@ fn documents_are_tokenised_as_one_by_one() {
     let model = root().join("calib-data/model");
     let tokenizer = Tokenizer::open(&model, &ModelConfig::load(&model).unwrap()).unwrap();
     let words = "The quick brown fox, 123 times. ";
-    let lengths = [1, 40_000, 3, 0, 2, 20_000, 20_000, 1, 50_000, 7];
+    // One document is longer than 1 MiB, and so are two others together.
+    let lengths = [1, 33_000, 3, 0, 2, 17_000, 17_000, 1, 5, 7];
     let documents: Vec<String> = lengths.iter().map(|n| words.repeat(*n)).collect();
     let one_by_one: Vec<Vec<u32>> = documents.iter().map(|d| tokenizer.encode(d).unwrap()).collect();
     let encode = |limit| tokenizer.encode_documents(&documents, limit).unwrap();

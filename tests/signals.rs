@@ -256,7 +256,7 @@ fn one_signal_ends_a_benchmark() {
     ] {
         stops(arguments, start(&format!("bench {arguments} --threads 1")));
     }
-    let shape = "--tokens 256K --heads 4 --kv-heads 1 --head-dim 32 --hidden 32 --intermediate 32";
+    let shape = "--tokens 64K --heads 4 --kv-heads 1 --head-dim 32 --hidden 32 --intermediate 32";
     let mut child = start(&format!("bench prefill {shape} --runs 1 --threads 2"));
     // Attention comes after the projections.
     let mut lines = BufReader::new(child.stdout.take().unwrap()).lines();

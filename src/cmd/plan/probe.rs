@@ -39,8 +39,9 @@ use crate::weight::Weight;
 const BLOCKS: [usize; 2] = [64, 512];
 /// Rows for which attention is timed.
 const ATTENDED: usize = 2048;
-/// The longest block of the small calibration, unless the codebooks need more.
-const BLOCK: usize = 4096;
+/// The least and the most rows of the longer block of the small calibration, unless the codebooks need more. Between
+/// them, it has as many as the text.
+const BLOCK: [usize; 2] = [1024, 4096];
 
 /// Bytes whose digest is timed.
 const DIGESTED: usize = 32 << 20;
@@ -86,7 +87,7 @@ pub fn times(
     let blocks = (0..corpus.n_blocks()).map(|block| corpus.block(block).len());
     let blocks: Vec<f64> = blocks.map(|rows| forward.capture(rows)).collect();
     stages.add(CAPTURE, blocks.iter().sum());
-    let small = Small::measure(settings, config, global)?;
+    let small = Small::measure(settings, config, corpus.n_tokens(), global)?;
     let heads = (config.n_layers * config.n_kv_heads) as f64 / small.heads as f64;
     for fit in fits {
         let stage = fit.kind().facts().stage;
@@ -280,14 +281,16 @@ struct SmallRun {
 }
 
 impl Small {
-    fn measure(settings: &Settings, config: &ModelConfig, global: &Global) -> Result<Self> {
+    fn measure(settings: &Settings, config: &ModelConfig, tokens: usize, global: &Global) -> Result<Self> {
         let failed = |e: std::io::Error| {
             Error::failed(format!("cannot write a temporary folder: {e}"))
                 .hint("set TMPDIR to a writable folder, or add --no-probe")
         };
         let folder = tempfile::tempdir().map_err(failed)?;
         let heads = config.n_kv_heads.min(rayon::current_num_threads());
-        let rows = BLOCK.max(2 * settings.sections.codewords()).next_multiple_of(2);
+        let [least, most] = BLOCK;
+        let least = least.max(2 * settings.sections.codewords());
+        let rows = tokens.min(most).max(least).next_multiple_of(2);
         let model = folder.path().join("model");
         std::fs::create_dir(&model).map_err(failed)?;
         write_model(&model, config, heads, 2 * rows)?;
