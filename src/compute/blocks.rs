@@ -50,17 +50,18 @@ impl PanelLine {
 /// added to c. The bits are the same on every instruction set.
 #[multiversion(targets("x86_64+avx512f+avx512vl", "x86_64+avx2+fma", "aarch64+neon"))]
 pub fn multiply(a: &[Row], depth: usize, b: &[PanelLine], panels: usize, c: &mut [Row], add: bool) {
-    // Rows per tile: as many as fit into the vector registers beside one line of the panel.
+    // Rows and columns per tile: its sums, a line of its columns and a value of the left factor fit into the vector
+    // registers. If they do not, sums go through memory, which takes more than twice as long on AVX2.
     match_target! {
-        "x86_64+avx512f+avx512vl" => multiply_tiles::<12, true>(a, depth, b, panels, c, add),
-        "x86_64+avx2+fma" => multiply_tiles::<3, true>(a, depth, b, panels, c, add),
-        "aarch64+neon" => multiply_tiles::<3, true>(a, depth, b, panels, c, add),
-        _ => multiply_tiles::<1, false>(a, depth, b, panels, c, add),
+        "x86_64+avx512f+avx512vl" => multiply_tiles::<12, 32, true>(a, depth, b, panels, c, add),
+        "x86_64+avx2+fma" => multiply_tiles::<6, 16, true>(a, depth, b, panels, c, add),
+        "aarch64+neon" => multiply_tiles::<4, 16, true>(a, depth, b, panels, c, add),
+        _ => multiply_tiles::<1, 32, false>(a, depth, b, panels, c, add),
     }
 }
 
 #[inline(always)]
-fn multiply_tiles<const R: usize, const FMA: bool>(
+fn multiply_tiles<const R: usize, const W: usize, const FMA: bool>(
     a: &[Row],
     depth: usize,
     b: &[PanelLine],
@@ -72,27 +73,34 @@ fn multiply_tiles<const R: usize, const FMA: bool>(
     let (c, _) = c.as_chunks_mut::<R>();
     for p in 0..panels.min(PANELS) {
         let lines = &b[p * SIDE..][..depth.min(SIDE)];
-        for (a, c) in a.iter().zip(c.iter_mut()) {
-            let sums = multiply_tile::<R, FMA>(a, lines);
-            for r in 0..R {
-                let c = &mut c[r].0.as_chunks_mut::<PANEL>().0[p];
-                for l in 0..PANEL {
-                    c[l] = if add { c[l] + sums[r][l] } else { sums[r][l] };
+        for part in 0..PANEL / W {
+            for (a, c) in a.iter().zip(c.iter_mut()) {
+                let sums = multiply_tile::<R, W, FMA>(a, lines, part);
+                for r in 0..R {
+                    let c = &mut c[r].0.as_chunks_mut::<W>().0[p * (PANEL / W) + part];
+                    for l in 0..W {
+                        c[l] = if add { c[l] + sums[r][l] } else { sums[r][l] };
+                    }
                 }
             }
         }
     }
 }
 
+/// Multiplies rows by W columns of a panel, whose place among all such columns is `part`.
 #[expect(clippy::needless_range_loop, reason = "iterators keep it from vectorising")]
 #[inline(always)]
-fn multiply_tile<const R: usize, const FMA: bool>(a: &[Row; R], b: &[PanelLine]) -> [[f32; PANEL]; R] {
-    let mut sums = [[0.0f32; PANEL]; R];
+fn multiply_tile<const R: usize, const W: usize, const FMA: bool>(
+    a: &[Row; R],
+    b: &[PanelLine],
+    part: usize,
+) -> [[f32; W]; R] {
+    let mut sums = [[0.0f32; W]; R];
     for k in 0..b.len().min(SIDE) {
-        let line = &b[k].0;
+        let line = &b[k].0.as_chunks::<W>().0[part];
         for r in 0..R {
             let x = a[r].0[k];
-            for l in 0..PANEL {
+            for l in 0..W {
                 sums[r][l] = multiply_add::<FMA>(x, line[l], sums[r][l]);
             }
         }
@@ -195,10 +203,10 @@ mod tests {
         type Multiply = fn(&[Row], usize, &[PanelLine], usize, &mut [Row], bool);
         let ways: [Multiply; 5] = [
             multiply,
-            multiply_tiles::<12, true>,
-            multiply_tiles::<3, true>,
-            multiply_tiles::<1, true>,
-            multiply_tiles::<1, false>,
+            multiply_tiles::<12, 32, true>,
+            multiply_tiles::<6, 16, true>,
+            multiply_tiles::<1, 32, true>,
+            multiply_tiles::<1, 32, false>,
         ];
         for (n, depth, panels) in [
             (12, 1, 1),

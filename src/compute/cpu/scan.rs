@@ -88,20 +88,19 @@ impl LaneBests {
         panel: [0; PANEL],
     };
 
-    #[expect(clippy::needless_range_loop, reason = "iterators keep it from vectorising")]
+    /// Takes the scores of W lanes of a panel, whose place among all such lanes is `part`.
     #[inline(always)]
-    fn fold(&mut self, scores: &[f32; PANEL], panel: u32) {
-        for l in 0..PANEL {
-            let (s, best) = (scores[l], self.best[l]);
+    fn fold<const W: usize>(&mut self, scores: &[f32; W], part: usize, panel: u32) {
+        let bests = &mut self.best.as_chunks_mut::<W>().0[part];
+        let seconds = &mut self.second.as_chunks_mut::<W>().0[part];
+        let panels = &mut self.panel.as_chunks_mut::<W>().0[part];
+        for l in 0..W {
+            let (s, best) = (scores[l], bests[l]);
             let better = s > best;
             let loser = if better { best } else { s };
-            self.second[l] = if loser > self.second[l] {
-                loser
-            } else {
-                self.second[l]
-            };
-            self.best[l] = if better { s } else { best };
-            self.panel[l] = if better { panel } else { self.panel[l] };
+            seconds[l] = if loser > seconds[l] { loser } else { seconds[l] };
+            bests[l] = if better { s } else { best };
+            panels[l] = if better { panel } else { panels[l] };
         }
     }
 
@@ -183,17 +182,17 @@ pub(super) fn with_scratch<R>(work: impl FnOnce(&mut ScanScratch) -> R) -> R {
 /// `scratch.out`.
 #[multiversion(targets("x86_64+avx512f", "x86_64+avx2+fma", "aarch64+neon"))]
 pub(super) fn scan(x: &[f32], rows: &[u32], panels: &Panels, scratch: &mut ScanScratch) {
-    // Rows per tile: as many as fit into the vector registers beside one line of the panel.
+    // Rows and lanes per tile: its scores, a line of its lanes and a value of a row fit into the vector registers.
     match_target! {
-        "x86_64+avx512f" => scan_tiles::<12, true>(x, rows, panels, scratch),
-        "x86_64+avx2+fma" => scan_tiles::<3, true>(x, rows, panels, scratch),
-        "aarch64+neon" => scan_tiles::<3, true>(x, rows, panels, scratch),
-        _ => scan_tiles::<1, false>(x, rows, panels, scratch),
+        "x86_64+avx512f" => scan_tiles::<12, 32, true>(x, rows, panels, scratch),
+        "x86_64+avx2+fma" => scan_tiles::<6, 16, true>(x, rows, panels, scratch),
+        "aarch64+neon" => scan_tiles::<4, 16, true>(x, rows, panels, scratch),
+        _ => scan_tiles::<1, 32, false>(x, rows, panels, scratch),
     }
 }
 
 #[inline(always)]
-fn scan_tiles<const R: usize, const FMA: bool>(
+fn scan_tiles<const R: usize, const W: usize, const FMA: bool>(
     x: &[f32],
     rows: &[u32],
     panels: &Panels,
@@ -218,11 +217,12 @@ fn scan_tiles<const R: usize, const FMA: bool>(
     let (packed, _) = packed.as_chunks::<R>();
     for ((panel, bias), p) in panels.data.chunks_exact(dim).zip(&panels.biases).zip(0..) {
         for (tile, lanes) in packed.chunks_exact(dim).zip(lanes.chunks_exact_mut(R)) {
-            let scores = score_tile::<R, FMA>(tile, panel, bias);
-            lanes
-                .iter_mut()
-                .zip(&scores)
-                .for_each(|(lanes, scores)| lanes.fold(scores, p));
+            for part in 0..PANEL / W {
+                let scores = score_tile::<R, W, FMA>(tile, panel, bias, part);
+                for (lanes, scores) in lanes.iter_mut().zip(&scores) {
+                    lanes.fold(scores, part, p);
+                }
+            }
         }
     }
     out.clear();
@@ -235,16 +235,18 @@ fn scan_tiles<const R: usize, const FMA: bool>(
 
 #[expect(clippy::needless_range_loop, reason = "iterators keep it from vectorising")]
 #[inline(always)]
-fn score_tile<const R: usize, const FMA: bool>(
+fn score_tile<const R: usize, const W: usize, const FMA: bool>(
     tile: &[[f32; R]],
     panel: &[PanelLine],
     bias: &PanelLine,
-) -> [[f32; PANEL]; R] {
-    let mut scores = [bias.0; R];
+    part: usize,
+) -> [[f32; W]; R] {
+    let mut scores = [bias.0.as_chunks::<W>().0[part]; R];
     for (x, c) in tile.iter().zip(panel) {
+        let c = &c.0.as_chunks::<W>().0[part];
         for r in 0..R {
-            for l in 0..PANEL {
-                scores[r][l] = multiply_add::<FMA>(x[r], c.0[l], scores[r][l]);
+            for l in 0..W {
+                scores[r][l] = multiply_add::<FMA>(x[r], c[l], scores[r][l]);
             }
         }
     }
@@ -304,17 +306,17 @@ mod tests {
     }
 
     #[test]
-    fn every_tile_height_gives_the_same_bits() {
+    fn every_tile_gives_the_same_bits() {
         let mut scratch = ScanScratch::default();
         for (n, size, dim) in [(1, 1, 1), (25, 70, 5), (40, 33, 128)] {
             let (x, c) = (values(n * dim, 1), values(size * dim, 2));
             let panels = Panels::pack(&c, dim, 0, (0..size as u32).collect());
             let rows: Vec<u32> = (0..n as u32).rev().step_by(2).collect();
-            scan_tiles::<1, true>(&x, &rows, &panels, &mut scratch);
+            scan_tiles::<1, 32, true>(&x, &rows, &panels, &mut scratch);
             let expected = bits(&scratch);
-            scan_tiles::<3, true>(&x, &rows, &panels, &mut scratch);
+            scan_tiles::<6, 16, true>(&x, &rows, &panels, &mut scratch);
             assert_eq!(bits(&scratch), expected);
-            scan_tiles::<12, true>(&x, &rows, &panels, &mut scratch);
+            scan_tiles::<12, 32, true>(&x, &rows, &panels, &mut scratch);
             assert_eq!(bits(&scratch), expected);
             // `scan` and `score` agree bit for bit on every instruction set.
             scan(&x, &rows, &panels, &mut scratch);
@@ -335,7 +337,7 @@ mod tests {
         let panels = Panels::pack(&c, dim, 0, (0..size as u32).collect());
         let rows: Vec<u32> = (0..n as u32).collect();
         let mut scratch = ScanScratch::default();
-        scan_tiles::<1, false>(&x, &rows, &panels, &mut scratch);
+        scan_tiles::<1, 32, false>(&x, &rows, &panels, &mut scratch);
         for (&i, best) in rows.iter().zip(&scratch.out) {
             let c = row(&c, best.id, dim);
             let terms = row(&x, i, dim)
