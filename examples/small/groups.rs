@@ -3,7 +3,7 @@
 use serde_json::Value;
 
 /// Methods of the overview.
-pub const METHODS: &str = "topk,a2ats,selfindex,lfps,ctkvr,quest,snapkv,streaming,random";
+pub const METHODS: &str = "topk,wpq,a2ats,selfindex,lfps,ctkvr,quest,snapkv,streaming,random";
 const BUDGETS: &str = "0.02,0.06,0.2";
 /// Options of the calibration that most cases use.
 pub const BASE: &str = "--size 1024 --max-tokens 65536";

@@ -122,7 +122,7 @@ fn length_table(lengths: &Value) -> String {
         .to_string();
     if let Some(longest) = lengths.last() {
         let full = longest["full"].as_f64().unwrap_or(f64::NAN);
-        for method in ["a2ats", "selfindex", "lfps", "ctkvr"] {
+        for method in ["wpq", "a2ats", "selfindex", "lfps", "ctkvr"] {
             let loss = 100.0 * (full - accuracy(longest, method));
             let verdict = if loss <= 3.0 { "within" } else { "not within" };
             let _ = writeln!(

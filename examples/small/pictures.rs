@@ -13,8 +13,9 @@ use serde_json::Value;
 use crate::{Error, in_folder};
 
 const SIZE: (u32, u32) = (720, 420);
-const COLOURS: [RGBColor; 9] = [
+const COLOURS: [RGBColor; 10] = [
     RGBColor(0, 0, 0),
+    RGBColor(23, 190, 207),
     RGBColor(31, 119, 180),
     RGBColor(255, 127, 14),
     RGBColor(44, 160, 44),
