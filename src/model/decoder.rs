@@ -230,11 +230,11 @@ impl Decoder {
 /// Returns the bytes of the padded copy of a projection's inputs, once blocks of up to `rows` rows have passed the model on
 /// the CPU: the thread keeps it for the next projection. `finished` says whether the outputs of layers are computed.
 pub fn kept_bytes(c: &ModelConfig, rows: usize, finished: bool) -> usize {
-    let widths = match finished {
+    let width = match finished {
         true => c.hidden_size.max(c.n_heads * c.head_dim).max(c.intermediate_size),
         false => c.hidden_size,
     };
-    packed_floats(rows.min(ROWS), widths) * size_of::<f32>()
+    packed_floats(rows.min(ROWS), width) * size_of::<f32>()
 }
 
 /// Returns the bytes of memory that a block of `rows` rows takes while it passes a layer on the CPU, in addition to its
