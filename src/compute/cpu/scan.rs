@@ -233,7 +233,6 @@ fn scan_tiles<const R: usize, const W: usize, const FMA: bool>(
     }
 }
 
-#[expect(clippy::needless_range_loop, reason = "iterators keep it from vectorising")]
 #[inline(always)]
 fn score_tile<const R: usize, const W: usize, const FMA: bool>(
     tile: &[[f32; R]],
