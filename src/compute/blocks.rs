@@ -201,10 +201,11 @@ mod tests {
         let b: Vec<PanelLine> = b.as_chunks().0.iter().map(|x| PanelLine(*x)).collect();
         (a[3].0[5], a[17].0[2]) = (1e30, 1e-30);
         type Multiply = fn(&[Row], usize, &[PanelLine], usize, &mut [Row], bool);
-        let ways: [Multiply; 5] = [
+        let ways: [Multiply; 6] = [
             multiply,
             multiply_tiles::<12, 32, true>,
             multiply_tiles::<6, 16, true>,
+            multiply_tiles::<4, 16, true>,
             multiply_tiles::<1, 32, true>,
             multiply_tiles::<1, 32, false>,
         ];

@@ -315,6 +315,8 @@ mod tests {
             let expected = bits(&scratch);
             scan_tiles::<6, 16, true>(&x, &rows, &panels, &mut scratch);
             assert_eq!(bits(&scratch), expected);
+            scan_tiles::<4, 16, true>(&x, &rows, &panels, &mut scratch);
+            assert_eq!(bits(&scratch), expected);
             scan_tiles::<12, 32, true>(&x, &rows, &panels, &mut scratch);
             assert_eq!(bits(&scratch), expected);
             // `scan` and `score` agree bit for bit on every instruction set.
