@@ -10,7 +10,7 @@ mod model;
 use std::path::{Path, PathBuf};
 use std::process::{Command, ExitCode};
 
-use common::{Outcome, root};
+use common::{Outcome, kept, root};
 use kvsmith::artifact::Artifact;
 use kvsmith::compute::cuda::kernels;
 use kvsmith::method::a2ats;
@@ -77,43 +77,47 @@ fn main() -> ExitCode {
 
 /// The folder of the driver, built once for each state of its sources.
 fn build() -> Result<PathBuf, String> {
-    let folder = Path::new(env!("CARGO_TARGET_TMPDIR")).join("libcuda");
-    std::fs::create_dir_all(&folder).map_err(|e| e.to_string())?;
-    let (source, library) = (
-        root().join("tests/cuda_driver/libcuda.cpp"),
-        folder.join("libcuda.so"),
-    );
-    let age = |path: &Path| path.metadata().and_then(|m| m.modified()).ok();
-    let kernels = root().join("kernels").read_dir().map_err(|e| e.to_string())?;
-    let sources = kernels
+    const FLAGS: [&str; 8] = [
+        "-std=c++20",
+        "-O3",
+        "-shared",
+        "-fPIC",
+        "-ffp-contract=off",
+        "-Wno-unknown-pragmas",
+        "-DKVSMITH_EMULATE",
+        "-I",
+    ];
+    let source = root().join("tests/cuda_driver/libcuda.cpp");
+    let kernels = root().join("kernels");
+    let mut files: Vec<PathBuf> = kernels
+        .read_dir()
+        .map_err(|e| e.to_string())?
         .filter_map(|entry| Some(entry.ok()?.path()))
-        .chain([source.clone()]);
-    let newest = sources.filter_map(|path| age(&path)).max();
-    if age(&library) > newest {
-        return Ok(folder);
-    }
-    let output = Command::new("g++")
-        .args([
-            "-std=c++20",
-            "-O3",
-            "-shared",
-            "-fPIC",
-            "-ffp-contract=off",
-            "-Wno-unknown-pragmas",
-        ])
-        .args(["-DKVSMITH_EMULATE", "-I"])
-        .arg(root().join("kernels"))
-        .arg(source)
-        .arg("-o")
-        .arg(&library)
-        .output()
-        .map_err(|e| format!("g++ does not run ({e}); on Debian or Ubuntu: apt-get install g++"))?;
-    assert!(
-        output.status.success(),
-        "{}",
-        String::from_utf8_lossy(&output.stderr)
-    );
-    Ok(folder)
+        .chain([source.clone()])
+        .collect();
+    files.sort();
+    let sources: Vec<Vec<u8>> = files
+        .iter()
+        .map(std::fs::read)
+        .collect::<std::io::Result<_>>()
+        .map_err(|e| e.to_string())?;
+    kept("libcuda", (FLAGS, sources), |folder| {
+        std::fs::create_dir_all(folder).map_err(|e| e.to_string())?;
+        let output = Command::new("g++")
+            .args(FLAGS)
+            .arg(kernels)
+            .arg(source)
+            .arg("-o")
+            .arg(folder.join("libcuda.so"))
+            .output()
+            .map_err(|e| format!("g++ does not run ({e}); on Debian or Ubuntu: apt-get install g++"))?;
+        assert!(
+            output.status.success(),
+            "{}",
+            String::from_utf8_lossy(&output.stderr)
+        );
+        Ok(())
+    })
 }
 
 /// The folder of what nvcc said of the kernels.
