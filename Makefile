@@ -3,7 +3,7 @@
 # make fuzz   random inputs to everything that is read, FUZZ_SECONDS=60 for each target (docs/fuzzing.md)
 # make real   fetch a real model and texts (140 MB) and check them against transformers (docs/real.md)
 # make results     docs/results.md and docs/small.md: what the methods lose, and which claims of the papers hold;
-#                  QUESTIONS=4096,8192 asks about texts of both lengths
+#                  QUESTIONS=4096,8192 asks eight questions about each text of both lengths, TASKS=4096 one about each
 # make real-eval   what every method loses on that model, at equal bytes read
 # make study   whether calibration pays on that model: beside indexes without data, by domain and by amount of text
 # make cluster-test   the scripts of docs/cluster.md on a Slurm that runs on this machine meanwhile; less than three minutes
@@ -17,8 +17,9 @@ DEMO = target/demo
 PYTHON = target/python/bin/python
 REAL = target/real
 LAB = $(REAL)/lab
-# Tokens of the texts that `make results` asks about.
+# Tokens of the texts that `make results` asks about: eight questions about each text, and one about each.
 QUESTIONS = 4096
+TASKS =
 REAL_PYTHON = $(REAL)/python/bin/python
 
 .PHONY: all static demo test check fuzz setup vulkan chromium cuda golden clean results real real-eval study screenshots gpu-kit gpu-check \
@@ -67,7 +68,7 @@ real: all $(REAL)/python/complete
 
 # docs/results.md from the real model, docs/small.md from the bundled one; goes on where it stopped.
 results: real
-	$(REAL_PYTHON) scripts/results.py $(KVSMITH) $(REAL) docs/results.md --questions $(QUESTIONS)
+	$(REAL_PYTHON) scripts/results.py $(KVSMITH) $(REAL) docs/results.md --questions $(QUESTIONS) --tasks "$(TASKS)"
 	$(RELEASE) run --release --locked --example small -- $(KVSMITH) target/small
 
 # Every method on the real model at equal bytes read; about two hours on 2 cores, and goes on where it stopped.

@@ -5,6 +5,7 @@ import json
 import os
 import random
 import shlex
+import shutil
 import subprocess
 import sys
 import uuid
@@ -50,14 +51,19 @@ class Lab:
         self.program = digest(kvsmith)
         self.tokenizer = Tokenizer.from_file(str(self.real / "model" / "tokenizer.json"))
 
-    def once(self, path, command, inputs=(), printed=False):
-        """Make a file with a command that writes or prints it, unless it is up to date; the result depends on the files `inputs`."""
+    def once(self, path, command, inputs=(), printed=False, folder=None):
+        """Make a file with a command that writes or prints it, unless it is up to date; the result depends on the files `inputs`.
+
+        `folder` is what else the command makes; an older one is deleted first.
+        """
         note = self.out / f"{path.relative_to(self.out)}.made".replace("/", "-")
         recipe = json.dumps([self.program, list(map(str, command)), [digest(of) for of in inputs]])
         if path.exists() and note.exists() and note.read_text() == recipe:
             return path
         print(f"making {path.name}", file=sys.stderr, flush=True)
         note.unlink(missing_ok=True)
+        if folder and folder.exists():
+            shutil.rmtree(folder)
         done = run([self.kvsmith, *command, "-q"], stdout=subprocess.PIPE if printed else None)
         if printed:
             write(path, done.stdout)

@@ -1,6 +1,6 @@
 """Measure what every method loses on the real model, decide which claims of the papers hold, and write docs/results.md.
 
-    python results.py KVSMITH REAL PAGE [--questions 4096,8192]
+    python results.py KVSMITH REAL PAGE [--questions 4096,8192] [--tasks 4096]
 
 REAL is the folder that `make real` made. The script writes PAGE and, beside it, results/real.json with the numbers of the
 page. It reuses every result in REAL/lab that the same program made with the same command, so a stopped run continues.
@@ -23,6 +23,8 @@ BLOCKS = 20
 TASK_SEED = 20263
 # Texts of each length, and questions about each text.
 TEXTS, ASKED = 50, 8
+# Other tasks of which full attention answers at least half, and texts of each, with one question about each text.
+TASKS, TEXTS_PER_TASK = "single,multikey,multivalue", 134
 
 HEADER = """# What the methods lose
 
@@ -76,6 +78,11 @@ The intervals resample the texts, not the questions.
 
 """
 
+ONE_QUESTION = """Each text has one question, of one of these tasks of `scripts/tasks.py`; the columns of the tasks give the share
+of right answers in each.
+
+"""
+
 FORMS = {"a2ats-windowed-buckets": "buckets", "wpq-all": "all directions", "--lfps-theta 1": "no bypass"}
 
 
@@ -98,7 +105,7 @@ class Results(Lab):
         """Capture the calibration text of the artifact."""
         text, dump = self.out / "main.tokens.json", self.out / "dump"
         self.once(dump / "manifest.json", ["dump", "--model", self.real / "model", "--tokens", text, "--max-tokens", 10**9,
-                                           "--seq-len", 8192, "--holdout", 0.1, "--queries", "-o", dump, "--overwrite"], [text])
+                                           "--seq-len", 8192, "--holdout", 0.1, "--queries", "-o", dump], [text], folder=dump)
         return dump
 
     def section(self, name, command, options):
@@ -126,14 +133,22 @@ class Results(Lab):
         flags, methods = ["--reads", "0.05,0.1", "--decode", 16], "topk,wpq,selfindex,lfps,a2ats,quest,snapkv,streaming"
         return self.measure("long", documents, methods, flags, [self.main, *self.forms()], also=["lfps --lfps-theta 1"])
 
-    def questions(self, length):
-        """Ask eight questions about each text of a length; `lfps` bypasses no head, with which it loses less."""
-        path = self.out / f"questions-{length}.jsonl"
+    def asked(self, name, length, tasks, per_task):
+        """Ask questions about texts of a length; `lfps` bypasses no head, with which it loses less."""
+        path = self.out / f"{name}-{length}.jsonl"
         run([sys.executable, Path(__file__).with_name("tasks.py"), "--haystack", self.real / "text" / "handbook-heldout.txt",
-             "--lengths", length, "--tasks", "turns", "--per-task", TEXTS, "--seed", TASK_SEED,
+             "--lengths", length, "--tasks", tasks, "--per-task", per_task, "--seed", TASK_SEED,
              "--tokenizer", self.real / "model" / "tokenizer.json", "-o", path])
         options = ["--artifact", self.main, "--needles", path, "--methods", "topk,wpq,selfindex,lfps,snapkv", "--reads", "0.1", "--lfps-theta", 1]
-        return self.eval(f"questions-{length}", options, [path, self.main])
+        return self.eval(f"{name}-{length}", options, [path, self.main])
+
+    def questions(self, length):
+        """Ask eight questions about each text."""
+        return self.asked("questions", length, "turns", TEXTS)
+
+    def tasks(self, length):
+        """Ask one question about each text."""
+        return self.asked("tasks", length, TASKS, TEXTS_PER_TASK)
 
     def codebooks(self):
         """Fit the codebooks of a2ats with each other combination of rotation and metric, and with buckets, from one dump."""
@@ -281,21 +296,27 @@ def ratios(document, shares):
 
 def question_table(document):
     against = {pair["methods"][1]: pair for pair in document["differences"] if pair["methods"][0] == "topk"}
-    lines = ["| method | budget | read | right (95 %) | points below `topk` (95 %, paired) |", "|---|---|---|---|---|"]
+    tasks = [of["task"] for of in document["full_by_task"]]
+    # A single task is the whole table.
+    tasks = tasks if len(tasks) > 1 else []
+    names = "".join(f" `{task}` |" for task in tasks)
+    lines = [f"| method | budget | read | right (95 %) | points below `topk` (95 %, paired) |{names}", "|---|---|---|---|---|" + "---|" * len(tasks)]
     for row in document["rows"]:
         if row["budget"] is None:
-            lines.append(f"| `{row['method']}` | | at least {percent(row['reads_sample'])} | | |")
+            lines.append(f"| `{row['method']}` | | at least {percent(row['reads_sample'])} | | |" + " |" * len(tasks))
             continue
         low, high = (100 * x for x in row["intervals"]["needle_accuracy"])
         right = f"{100 * row['needle_accuracy']:.1f} % ({low:.1f} to {high:.1f})"
         pair = against.get(row["method"])
         less = "" if pair is None else f"{100 * pair['difference']:.1f} ({100 * pair['interval'][0]:.1f} to {100 * pair['interval'][1]:.1f})"
-        lines.append(f"| `{row['method']}` | {row['budget']:.4f} | {percent(row['bytes_read_fraction'])} | {right} | {less} |")
+        of_task = {of["task"]: percent(of["accuracy"]) for of in row["by_task"]}
+        cells = "".join(f" {of_task[task]} |" for task in tasks)
+        lines.append(f"| `{row['method']}` | {row['budget']:.4f} | {percent(row['bytes_read_fraction'])} | {right} | {less} |{cells}")
     return "\n".join(lines) + "\n"
 
 
 KEPT = ("method", "artifact", "flags", "budget", "reads_target", "reads_sample", "bytes_read_fraction", "kl", "kl_median", "kl_p99", "top1_equal",
-        "perplexity_ratio", "recall", "mass", "output_error", "index_bits_per_token", "needle_accuracy", "kl_by_block", "intervals")
+        "perplexity_ratio", "recall", "mass", "output_error", "index_bits_per_token", "needle_accuracy", "by_task", "kl_by_block", "intervals")
 
 
 def kept(document):
@@ -306,13 +327,13 @@ def kept(document):
         if "artifact" in row:
             row["artifact"] = Path(row["artifact"]).stem
         rows.append(row)
-    found = {key: document[key] for key in ("blocks", "steps", "full_needle_accuracy") if key in document}
+    found = {key: document[key] for key in ("blocks", "steps", "full_needle_accuracy", "full_by_task") if key in document}
     return found | {"rows": rows}
 
 
 def lengths(text):
-    """Read the lengths of a list with commas."""
-    return [int(length) for length in text.split(",")]
+    """Read the lengths of a list with commas, which may be empty."""
+    return [int(length) for length in text.split(",") if length]
 
 
 def main():
@@ -320,11 +341,13 @@ def main():
     parser.add_argument("kvsmith", type=Path, help="the program")
     parser.add_argument("real", type=Path, help="the folder that `make real` made")
     parser.add_argument("page", type=Path, help="the page to write")
-    parser.add_argument("--questions", type=lengths, default=[4096], help="lengths of the texts with questions, in tokens")
+    parser.add_argument("--questions", type=lengths, default=[4096], help="lengths of the texts with eight questions each, in tokens")
+    parser.add_argument("--tasks", type=lengths, default=[], help="lengths of the texts with one question each, in tokens (default: none)")
     arguments = parser.parse_args()
     results = Results(arguments.kvsmith, arguments.real)
     text, long, ablations = results.texts(), results.long(), results.ablations()
     questions = {length: results.questions(length) for length in arguments.questions}
+    tasks = {length: results.tasks(length) for length in arguments.tasks}
     verdicts = judged(claims(text, long, ablations))
     page = HEADER
     page += "## Claims\n\n" + CLAIMS + claim_table(verdicts)
@@ -336,9 +359,14 @@ def main():
     for length, asked in questions.items():
         page += f"### {length:,} tokens, {ASKED * TEXTS} questions\n\nFull attention answers {percent(asked['full_needle_accuracy'])}.\n\n"
         page += question_table(asked) + "\n"
+    for length, asked in tasks.items():
+        page += f"### {length:,} tokens, {asked['needles']} questions of other tasks\n\n" + ONE_QUESTION
+        of_each = ", ".join(f"{percent(of['accuracy'])} of `{of['task']}`" for of in asked["full_by_task"])
+        page += f"Full attention answers {percent(asked['full_needle_accuracy'])}: {of_each}.\n\n" + question_table(asked) + "\n"
     page = page.rstrip("\n") + "\n"
     numbers = {"text": kept(text), "long": kept(long), "claims": verdicts}
     numbers |= {f"questions-{length}": kept(asked) for length, asked in questions.items()}
+    numbers |= {f"tasks-{length}": kept(asked) for length, asked in tasks.items()}
     numbers |= {"ablations": {name: kept(of) for name, of in ablations.items()}}
     folder = arguments.page.parent / "results"
     folder.mkdir(exist_ok=True)

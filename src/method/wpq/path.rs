@@ -1,0 +1,142 @@
+//! The path of the mean: where rotation takes the mean of the keys before rotation.
+//!
+//! A key at position i is `R_i k`, and the mean m of the keys before rotation becomes `R_i m`. In most heads this path is
+//! the largest part of the keys' variance, although it is the same for every text. Codes that describe `R_i (k - m)`
+//! need not spend bits on it, because a step computes the score of `R_i m` for every position: `q . R_i m` depends only
+//! on the query and the distance.
+
+use ndarray::{Array1, Array2, ArrayView2, ArrayViewMut2, Axis};
+use rayon::prelude::*;
+
+use crate::compute::gemm;
+use crate::compute::layout::elements_mut;
+use crate::model::rope::{Rope, RopeTable};
+
+/// Consecutive positions whose scores are one row of a product.
+const SPAN: usize = 64;
+/// Rows per task of a subtraction.
+const ROWS: usize = 256;
+
+/// The path of the mean of one KV head.
+pub struct MeanPath {
+    mean: Array1<f32>,
+    rope: Rope,
+    /// The mean at the first [`SPAN`] positions, `[SPAN,d]`.
+    span: Array2<f32>,
+    /// The angles of a step of [`SPAN`] positions.
+    stride: RopeTable,
+}
+
+impl MeanPath {
+    /// Makes the path of a mean, `[d]`.
+    pub fn new(mean: Array1<f32>, rope: &Rope) -> Self {
+        let mut span = Array2::zeros((SPAN, mean.len()));
+        let table = rope.table(0..SPAN);
+        for (position, mut row) in span.rows_mut().into_iter().enumerate() {
+            row.assign(&mean);
+            table.rotate(elements_mut(&mut row), position);
+        }
+        Self {
+            mean,
+            rope: rope.clone(),
+            span,
+            stride: rope.turns(SPAN),
+        }
+    }
+
+    /// Returns the mean of the keys before rotation, `[d]`.
+    pub fn mean(&self) -> &Array1<f32> {
+        &self.mean
+    }
+
+    /// Subtracts from rotated keys, `[n,d]`, the mean at their positions, of which `first` is the first.
+    pub fn subtract(&self, mut keys: ArrayViewMut2<f32>, first: usize) {
+        let chunks = keys.axis_chunks_iter_mut(Axis(0), ROWS).into_par_iter();
+        chunks.enumerate().for_each(|(i, mut keys)| {
+            let start = first + i * ROWS;
+            let table = self.rope.table(start..start + keys.nrows());
+            for (i, mut key) in keys.rows_mut().into_iter().enumerate() {
+                let mut mean = self.mean.to_vec();
+                table.rotate(&mut mean, i);
+                key.iter_mut().zip(mean).for_each(|(x, m)| *x -= m);
+            }
+        });
+    }
+
+    /// Returns the scores of rotated queries, `[r,d]`, with the mean at `n` positions from `first` on, times `scale`:
+    /// `[r,n]`.
+    ///
+    /// # Numerics
+    /// f32. A query is turned back by one span after the other; position c + j then scores as position j of the span,
+    /// because `q . R_{c+j} m = (R_{-c} q) . R_j m`.
+    pub fn scores(&self, q_rope: ArrayView2<f32>, first: usize, n: usize, scale: f32) -> Array2<f32> {
+        let (r, d) = q_rope.dim();
+        let spans = n.div_ceil(SPAN);
+        let mut turned = Array2::zeros((r * spans, d));
+        let start = self.rope.turns(first);
+        for (a, query) in q_rope.rows().into_iter().enumerate() {
+            let mut query: Vec<f32> = query.iter().map(|x| x * scale).collect();
+            start.rotate_back(&mut query, 0);
+            for span in 0..spans {
+                let mut row = turned.row_mut(a * spans + span);
+                row.iter_mut().zip(&query).for_each(|(to, x)| *to = *x);
+                self.stride.rotate_back(&mut query, 0);
+            }
+        }
+        let mut scores = Array2::zeros((r * spans, SPAN));
+        gemm(scores.view_mut(), false, turned.view(), self.span.t());
+        let mut out = Array2::zeros((r, n));
+        for (a, mut row) in out.rows_mut().into_iter().enumerate() {
+            let own = scores.rows().into_iter().skip(a * spans).take(spans);
+            row.iter_mut().zip(own.flatten()).for_each(|(to, x)| *to = *x);
+        }
+        out
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::model::rope::{RopeConfig, RopeScaling};
+    use crate::testing::values;
+
+    /// Another length of the rotated vectors than 1, to tell the two rotations of a score from one.
+    fn rope(d: usize) -> Rope {
+        let scaling = RopeScaling::Default;
+        Rope::new(&RopeConfig { theta: 1e4, scaling }, d).with_factor(1.25)
+    }
+
+    #[test]
+    fn a_step_scores_what_encoding_subtracts() {
+        let (d, r) = (16, 3);
+        let mut largest = 0.0f32;
+        for (first, n) in [(0, 1), (4, 64), (5, 300), (1000, 129)] {
+            let path = MeanPath::new(values(d, 1).into(), &rope(d));
+            let queries = Array2::from_shape_vec((r, d), values(r * d, 2)).unwrap();
+            let mut subtracted = Array2::zeros((n, d));
+            path.subtract(subtracted.view_mut(), first);
+            let expected = -queries.dot(&subtracted.t()) * 0.25;
+            let scores = path.scores(queries.view(), first, n, 0.25);
+            for (score, expected) in scores.iter().zip(&expected) {
+                // An angle at position 1,000 is rounded to 6e-5 in f32.
+                assert!((score - expected).abs() < 1e-3, "{first} {n}: {score} {expected}");
+            }
+            largest = expected.iter().fold(largest, |a, x| a.max(x.abs()));
+        }
+        assert!(largest > 0.3, "{largest}");
+    }
+
+    #[test]
+    fn positions_are_those_of_the_rotation() {
+        let d = 8;
+        let path = MeanPath::new(values(d, 3).into(), &rope(d));
+        let mut keys = Array2::zeros((ROWS + 3, d));
+        path.subtract(keys.view_mut(), 7);
+        for i in [0, 1, ROWS - 1, ROWS, ROWS + 2] {
+            let mut mean = values(d, 3);
+            rope(d).table(7 + i..8 + i).rotate(&mut mean, 0);
+            let own: Vec<f32> = keys.row(i).iter().map(|x| -x).collect();
+            assert_eq!(own, mean, "{i}");
+        }
+    }
+}
