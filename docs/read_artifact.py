@@ -66,14 +66,24 @@ def deal(u, groups, width):
     return padded.reshape(n, width, groups).swapaxes(1, 2)
 
 
-def wpq(tensors, params, layer, head, keys, queries):
-    """Codes [stages, n, m] and scores [r, n] of rotated keys [n, d] for rotated queries [r, d]."""
+def mean_path(tensors, layer, head, n, inv_freq):
+    """The mean before rotation at positions 0 to n - 1, [n, d]; 0 in artifacts without it."""
+    if "wpq.mean_pre" not in tensors:
+        return np.zeros((n, tensors["wpq.mean"].shape[-1]))
+    low, high = np.split(tensors["wpq.mean_pre"][layer, head].astype(np.float64), 2)
+    cos, sin = np.cos(np.outer(np.arange(n), inv_freq)), np.sin(np.outer(np.arange(n), inv_freq))
+    return np.concatenate([low * cos - high * sin, high * cos + low * sin], 1)
+
+
+def wpq(tensors, params, layer, head, keys, queries, inv_freq):
+    """Codes [stages, n, m] and scores [r, n] of rotated keys [n, d] at positions from 0 on, for rotated queries [r, d]."""
+    path = mean_path(tensors, layer, head, len(keys), inv_freq)
     chol, rotation, mean, words = (
         tensors[f"wpq.{name}"][layer, head].astype(np.float64) for name in ("chol", "rotation", "mean", "codebook"))
-    left = deal((keys - mean) @ chol @ rotation, params["groups"], words.shape[-1])
+    left = deal((keys - path - mean) @ chol @ rotation, params["groups"], words.shape[-1])
     query_map = np.linalg.solve(chol.T, rotation).astype(np.float16).astype(np.float64)
     y = deal(queries @ query_map, params["groups"], words.shape[-1])
-    codes, score = [], (queries @ mean)[:, None]
+    codes, score = [], queries @ (mean + path).T
     groups = np.arange(params["groups"])
     for stage in words:
         code = ((left[:, :, None] - stage[None]) ** 2).sum(-1).argmin(-1)
@@ -109,7 +119,7 @@ def main():
     table = scores(tensors, layer, head, np.array(given["queries"], np.float64), factors)
     scalars, slash = prior(tensors, manifest["sections"]["lfps"], layer, given["query_head"], given["offsets"])
     rotated = (np.array(given[name], np.float64) for name in ("keys_rope", "queries_rope"))
-    wpq_codes, wpq_scores = wpq(tensors, manifest["sections"]["wpq"], layer, head, *rotated)
+    wpq_codes, wpq_scores = wpq(tensors, manifest["sections"]["wpq"], layer, head, *rotated, np.array(given["rope_inv_freq"]))
     tail = (layer, given["query_head"])
     print(json.dumps({
         "scalars": scalars, "slash": slash, "codes": codes.tolist(), "scores": table[:, :, codes].tolist(),

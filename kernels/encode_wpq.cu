@@ -9,12 +9,17 @@
 // code at a time. The warp's lanes share the words of the byte's group; with 16 words a byte has two groups, and each
 // half of the warp shares the words of one of them. The words of a channel lie side by side, so the lanes read
 // contiguous memory. What the first stage leaves of a key is computed on the fly from the number of the key's word.
+//
+// If codes describe the keys around the path of their mean (src/method/wpq/path.rs), arcs `[g,d,ARC]` hold the mean at
+// the first ARC positions, and turns `[arcs,d]` the rotation to the start of each arc: its cosines, then its sines.
 #include "common.h"
 #include "scan.h"
 #include "tensor.h"
 
 // Keys per block; keys whose sums a thread holds; the most channels of a key, and of all groups of a stage.
 constexpr u32 ENCODED = 16, ENCODED_AT_ONCE = 8, KEY_CHANNELS = 128;
+// Positions of an arc: `ARC` of src/method/wpq/path.rs.
+constexpr u32 ARC = 64;
 
 // Finds the word with the smallest distance from z `[dim]`. The lower number wins a tie. Words are `[dim,WORDS]`. If
 // `before` is given, the word it points to is subtracted from z first. All lanes that share a group get the number of
@@ -58,22 +63,33 @@ UNROLL
     }
 }
 
+// Returns channel c of the mean at position p, from the arcs `[d,ARC]` of a KV head; 0 without a path.
+DEVICE float mean_at(const float* arcs, const float* turns, u32 p, u32 c, u32 d) {
+    if (!turns) return 0;
+    u32 half = d / 2, i = c % half;
+    const float *arc = arcs + p % ARC, *turn = turns + (u64)(p / ARC) * d;
+    float low = arc[i * ARC], high = arc[(half + i) * ARC], cosine = turn[i], sine = turn[half + i];
+    return c < half ? low * cosine - high * sine : high * cosine + low * sine;
+}
+
 // Encodes the last n keys `[b,g,n,d]`. key_maps `[g,padded,m dim]`, where padded is d rounded up to a multiple of 4 and
 // the padding is zero; means `[g,d]`. lens `[b]` already counts the keys. blockIdx.y is the KV head, blockIdx.z the
 // sequence.
 #define ENCODE_PARAMETERS                                                                                       \
-    const float *keys, const float *key_maps, const float *means, const u16 *words, const float *norms,         \
-        const u32 *lens, u8 *codes, u32 stages, u32 groups, u32 dim, u32 n, u32 d, u32 capacity
+    const float *keys, const float *key_maps, const float *means, OPTIONAL const float *arcs,                   \
+        OPTIONAL const float *turns, const u16 *words, const float *norms, const u32 *lens, u8 *codes, u32 stages, u32 groups, u32 dim, u32 n, u32 d, u32 capacity
 template <u32 WORDS>
 DEVICE void encode_keys(ENCODE_PARAMETERS) {
     SHARED(float, x, ENCODED * KEY_CHANNELS);
     SHARED(float, z, ENCODED * KEY_CHANNELS);
     u32 at = blockIdx.z * gridDim.y + blockIdx.y, first = blockIdx.x * ENCODED, count = smaller(ENCODED, n - first);
     u32 padded = (d + 3) / 4 * 4, channels = groups * dim, width = WORDS == 16 ? groups / 2 : groups;
+    const float* own_arcs = arcs ? arcs + (u64)blockIdx.y * d * ARC : arcs;
     for (u32 i = threadIdx.x; i < ENCODED * padded; i += 256) {
-        u32 row = i / padded, c = i % padded;
+        u32 row = i / padded, c = i % padded, p = lens[blockIdx.z] - n + first + row;
         bool there = row < count && c < d;
-        x[i] = there ? keys[((u64)at * n + first + row) * d + c] - means[blockIdx.y * d + c] : 0.0f;
+        float mean = there ? means[blockIdx.y * d + c] + mean_at(own_arcs, turns, p, c, d) : 0.0f;
+        x[i] = there ? keys[((u64)at * n + first + row) * d + c] - mean : 0.0f;
     }
     __syncthreads();
     project_keys(x, key_maps + (u64)blockIdx.y * padded * channels, z, count, padded, channels);
@@ -95,8 +111,8 @@ DEVICE void encode_keys(ENCODE_PARAMETERS) {
 }
 
 KERNEL(256, 2, encode_keys_16, ENCODE_PARAMETERS) {
-    encode_keys<16>(keys, key_maps, means, words, norms, lens, codes, stages, groups, dim, n, d, capacity);
+    encode_keys<16>(keys, key_maps, means, arcs, turns, words, norms, lens, codes, stages, groups, dim, n, d, capacity);
 }
 KERNEL(256, 2, encode_keys_256, ENCODE_PARAMETERS) {
-    encode_keys<256>(keys, key_maps, means, words, norms, lens, codes, stages, groups, dim, n, d, capacity);
+    encode_keys<256>(keys, key_maps, means, arcs, turns, words, norms, lens, codes, stages, groups, dim, n, d, capacity);
 }

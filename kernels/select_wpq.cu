@@ -9,6 +9,8 @@
 //
 // - word_tables: one block per query head applies the query's map and then computes the products with all words.
 // - static_scores.cu: the exact scores of the static set.
+// - path_scores: the scores of the mean at every candidate, if codes describe the keys around the path of their mean;
+//   arcs and turns are those of encode_wpq.cu.
 // - word_parts: per block of SCAN candidates, the largest estimate and the sum of the exponentials.
 // - word_keys: the denominators from all parts, and the probabilities summed over the query heads.
 // - refined_parts, refined_keys: the same for the refined keys, whose first estimates are removed from the
@@ -170,6 +172,55 @@ DEVICE void build_tables(TABLE_PARAMETERS) {
 KERNEL(256, 2, word_tables_16, TABLE_PARAMETERS) { build_tables<RoundedTables>(TABLE_ARGUMENTS); }
 KERNEL(256, 2, word_tables_256, TABLE_PARAMETERS) { build_tables<ExactTables>(TABLE_ARGUMENTS); }
 
+// Scores the mean's path at every candidate for queries `[b,h,d]`: paths `[b,h,capacity]`. A block covers PATH_ARCS arcs,
+// and a thread one position.
+constexpr u32 PATH_ARCS = 256 / ARC;
+KERNEL(256, 2, path_scores, const float* queries, const float* arcs, const float* turns, const u32* spans, float* paths,
+       float scale, u32 r, u32 d, u32 capacity) {
+    SHARED(float, turned, PATH_ARCS * QUAD * KEY_CHANNELS);
+    u32 at = blockIdx.z * gridDim.y + blockIdx.y, start = blockIdx.x * 256, half = d / 2;
+    const u32* span = spans + 4 * blockIdx.z;
+    u32 from = span[0] + span[1], to = span[2], p = start + threadIdx.x;
+    if (start >= to || start + 256 <= from) return;
+    const float *arc = arcs + (u64)blockIdx.y * d * ARC + threadIdx.x % ARC, *own = turned + threadIdx.x / ARC * QUAD * d;
+    for (u32 first = 0; first < r; first += QUAD) {
+        u32 count = smaller(QUAD, r - first);
+        __syncthreads();
+        // The queries, turned back by the start of each arc.
+        for (u32 i = threadIdx.x; i < PATH_ARCS * count * half; i += 256) {
+            u32 c = i % half, e = i / half % count, a = i / half / count;
+            const float *query = queries + ((u64)at * r + first + e) * d, *turn = turns + (u64)(start / ARC + a) * d;
+            float low = query[c] * scale, high = query[half + c] * scale, cosine = turn[c], sine = turn[half + c];
+            float* result = turned + (a * QUAD + e) * d;
+            result[c] = low * cosine + high * sine, result[half + c] = high * cosine - low * sine;
+        }
+        __syncthreads();
+        float sums[QUAD] = {};
+        for (u32 c = 0; c < d; c++) {
+            float mean = arc[c * ARC];
+UNROLL
+            for (u32 e = 0; e < QUAD; e++) {
+                if (e < count) sums[e] = fmaf(own[e * d + c], mean, sums[e]);
+            }
+        }
+        if (p < from || p >= to) continue;
+UNROLL
+        for (u32 e = 0; e < QUAD; e++) {
+            if (e < count) paths[((u64)at * r + first + e) * capacity + p] = sums[e];
+        }
+    }
+}
+
+// Adds the scores of the mean's path at position p to the scores of four query heads, from `first` on; paths are null
+// without a path.
+DEVICE void add_path(float (&scores)[QUAD], OPTIONAL const float* paths, u32 at, u32 first, u32 r, u32 capacity, u32 p) {
+    if (!paths) return;
+UNROLL
+    for (u32 e = 0; e < QUAD; e++) {
+        if (first + e < r) scores[e] += paths[((u64)at * r + first + e) * capacity + p];
+    }
+}
+
 // ---- scans ----
 
 // Copies the lines of r query heads to shared memory, with zeros for the other heads.
@@ -234,8 +285,8 @@ UNROLL
 // Estimates the scores of a block's candidates by the first stage. From part 1 on, parts `[b,h,1 + blocks,2]` get the
 // largest score of each block and the sum of the exponentials relative to it.
 #define SCAN_PARAMETERS(PARTS)                                                                                  \
-    const u8 *codes, const void *tables, const float *lines, const u32 *spans, PARTS, u32 stages, u32 groups,   \
-        u32 width, u32 r, u32 capacity
+    const u8 *codes, const void *tables, const float *lines, OPTIONAL const float *paths, const u32 *spans,     \
+        PARTS, u32 stages, u32 groups, u32 width, u32 r, u32 capacity
 #define SUM_PARAMETERS SCAN_PARAMETERS(float *parts)
 template <class Tables>
 DEVICE void sum_words(SUM_PARAMETERS) {
@@ -266,6 +317,7 @@ UNROLL
             bool there = p >= from && p < to;
 UNROLL
             for (u32 e = 0; e < QUAD; e++) held[i][e] = there ? line[(first + e) * LINE] : minus_infinity();
+            if (there) add_path(held[i], paths, at, first, r, capacity, p);
             add_stage<Tables>(held[i], table, code[i], groups, line + first * LINE, 0);
         }
         block_softmax(held, top, sum);
@@ -275,10 +327,10 @@ UNROLL
 }
 
 KERNEL(256, 3, word_parts_16, SUM_PARAMETERS) {
-    sum_words<RoundedTables>(codes, tables, lines, spans, parts, stages, groups, width, r, capacity);
+    sum_words<RoundedTables>(codes, tables, lines, paths, spans, parts, stages, groups, width, r, capacity);
 }
 KERNEL(256, 2, word_parts_256, SUM_PARAMETERS) {
-    sum_words<ExactTables>(codes, tables, lines, spans, parts, stages, groups, width, r, capacity);
+    sum_words<ExactTables>(codes, tables, lines, paths, spans, parts, stages, groups, width, r, capacity);
 }
 
 // Computes, over a warp, the largest score and the sum of the exponentials from parts `[n,stride]`; every lane gets
@@ -328,9 +380,11 @@ UNROLL
                             stages * groups * Tables::WORDS);
 UNROLL
         for (u32 i = 0; i < 8; i++) {
+            u32 p = start + i * 256 + threadIdx.x;
             float scores[QUAD];
 UNROLL
             for (u32 e = 0; e < QUAD; e++) scores[e] = line[(first + e) * LINE];
+            if (p >= from && p < to) add_path(scores, paths, at, first, r, capacity, p);
             add_stage<Tables>(scores, table, code[i], groups, line + first * LINE, 0);
 UNROLL
             for (u32 e = 0; e < QUAD; e++) mass[i] += exp2f(scores[e] - tops[first + e]) * inverses[first + e];
@@ -347,7 +401,7 @@ UNROLL
 }
 
 #define RANK_ARGUMENTS                                                                                          \
-    codes, tables, lines, spans, parts, stages, groups, width, r, capacity, totals, keys, histograms
+    codes, tables, lines, paths, spans, parts, stages, groups, width, r, capacity, totals, keys, histograms
 KERNEL(256, 3, word_keys_16, RANK_PARAMETERS) { rank_words<RoundedTables>(RANK_ARGUMENTS); }
 KERNEL(256, 2, word_keys_256, RANK_PARAMETERS) { rank_words<ExactTables>(RANK_ARGUMENTS); }
 
@@ -358,8 +412,9 @@ KERNEL(256, 2, word_keys_256, RANK_PARAMETERS) { rank_words<ExactTables>(RANK_AR
 // exponentials relative to it, and the sum of the exponentials of the first estimates relative to the largest score in
 // totals. A code has at most 4 bytes.
 #define REFINE_PARAMETERS                                                                                       \
-    const u8 *codes, const void *tables, const float *lines, const float *totals, const u32 *items,             \
-        const u32 *listed, float *scores, float *parts, u32 groups, u32 width, u32 r, u32 room, u32 capacity
+    const u8 *codes, const void *tables, const float *lines, OPTIONAL const float *paths, const float *totals,  \
+        const u32 *items, const u32 *listed, float *scores, float *parts, u32 groups, u32 width, u32 r, u32 room,   \
+        u32 capacity
 template <class Tables>
 DEVICE void refine(REFINE_PARAMETERS) {
     SHARED(typename Tables::Four, table, Tables::MOST);
@@ -376,10 +431,12 @@ DEVICE void refine(REFINE_PARAMETERS) {
     }
     load_lines(line, lines, r);
     u64 code[8], second = (u64)gridDim.y * gridDim.z * capacity;
+    u32 item[8];
 UNROLL
     for (u32 i = 0; i < 8; i++) {
         u32 j = start + i * 256 + threadIdx.x;
-        u64 p = (u64)at * capacity + (j < n ? items[(u64)at * room + j] : 0);
+        item[i] = j < n ? items[(u64)at * room + j] : 0;
+        u64 p = (u64)at * capacity + item[i];
         code[i] = j < n ? load_code(codes, p, width) | load_code(codes, second + p, width) << 32 : 0;
     }
     for (u32 first = 0; first < r; first += QUAD) {
@@ -390,6 +447,7 @@ UNROLL
             u32 j = start + i * 256 + threadIdx.x;
 UNROLL
             for (u32 e = 0; e < QUAD; e++) held[i][e] = j < n ? line[(first + e) * LINE] : minus_infinity();
+            if (j < n) add_path(held[i], paths, at, first, r, capacity, item[i]);
             add_stage<Tables>(held[i], table, code[i] & 0xffffffffu, groups, line + first * LINE, 0);
 UNROLL
             for (u32 e = 0; e < QUAD; e++) {
@@ -417,7 +475,8 @@ UNROLL
     }
 }
 
-#define REFINE_ARGUMENTS codes, tables, lines, totals, items, listed, scores, parts, groups, width, r, room, capacity
+#define REFINE_ARGUMENTS                                                                                        \
+    codes, tables, lines, paths, totals, items, listed, scores, parts, groups, width, r, room, capacity
 KERNEL(256, 2, refined_parts_16, REFINE_PARAMETERS) { refine<RoundedTables>(REFINE_ARGUMENTS); }
 KERNEL(256, 2, refined_parts_256, REFINE_PARAMETERS) { refine<ExactTables>(REFINE_ARGUMENTS); }
 

@@ -97,6 +97,11 @@ fn bytes_are_what_a_step_reads() {
     let wide = 256 * 32 * 2 + 64 * 32 * 2 + 64 * 4;
     let one_stage = "retrieve --methods wpq --wpq-stages 1 --wpq-words 256";
     assert_eq!(bytes(one_stage), [2 * (8 * 932 + wide)]);
+    // The mean before rotation.
+    assert_eq!(
+        bytes("retrieve --methods wpq --wpq-center path"),
+        [codes + 2 * 64 * 4]
+    );
     assert_eq!(bytes("attend --methods wpq"), [codes + attended]);
     // The oracle reads every key, and the values of what it attends.
     let keys = 2 * 1000 * 64 * 2;

@@ -18,11 +18,13 @@ use serde_json::{Value, json};
 #[test]
 #[ignore = "needs Python with numpy and safetensors; `make test` makes one and runs this test"]
 fn python_reads_the_artifact() {
-    ["window", "buckets"].into_iter().for_each(python_reads);
+    [("window", "mean"), ("buckets", "path")]
+        .into_iter()
+        .for_each(python_reads);
 }
 
-/// Compares the program with the script on an artifact with these `--positions`.
-fn python_reads(positions: &str) {
+/// Compares the program with the script on an artifact with this `--positions` and `--wpq-center`.
+fn python_reads((positions, center): (&str, &str)) {
     let python = std::env::var("KVSMITH_PYTHON").expect("KVSMITH_PYTHON names a Python");
     let dir = tempfile::tempdir().unwrap();
     let art = dir.path().join("art.safetensors");
@@ -40,6 +42,8 @@ fn python_reads(positions: &str) {
             "64",
             "--positions",
             positions,
+            "--wpq-center",
+            center,
             "--model",
         ])
         .arg(&model)
@@ -125,15 +129,16 @@ fn python_reads(positions: &str) {
     assert_eq!(scalars.as_object().unwrap().len(), SCALARS.len());
     assert_eq!(number(&scalars["lambda"]), prior.lambda);
     assert_eq!(number(&scalars["persist_32"]), prior.persist[2]);
-    check_wpq(&answer, &artifact, keys_rope, queries_rope);
+    let codebooks = HeadCodebooks::load(&artifact, &decoder.rope).unwrap();
+    assert_eq!(codebooks.have_paths(), center == "path");
+    check_wpq(&answer, &codebooks, keys_rope, queries_rope);
     let shift = &artifact.manifest.quality.sections["tail"][0][3 / group]["shift"][3 % group];
     assert_eq!(&answer["tail"], shift);
 }
 
 /// Compares codes with the program's, and scores with what they estimate.
-fn check_wpq(answer: &Value, artifact: &Artifact, keys: ArrayView2<f32>, queries: ArrayView2<f32>) {
-    let codebooks = HeadCodebooks::load(artifact).unwrap();
-    let codes = codebooks.of(0, 0).encode(keys);
+fn check_wpq(answer: &Value, codebooks: &HeadCodebooks, keys: ArrayView2<f32>, queries: ArrayView2<f32>) {
+    let codes = codebooks.of(0, 0).encode(keys, 0);
     assert_eq!(codes.len(), 2);
     for (stage, codes) in codes.iter().enumerate() {
         // Two groups of 16 words share a byte.

@@ -2,7 +2,7 @@
 
 use std::ops::Range;
 
-use ndarray::{Array2, Array3, Axis};
+use ndarray::{Array2, Array3, ArrayView1, Axis};
 
 use crate::compute::device::Device;
 use crate::error::{Error, Result};
@@ -77,6 +77,28 @@ impl LayerStates<'_> {
     /// Reads the kept and the held-out keys of a range of KV heads, `[b,kept,d]` and `[b,n - kept,d]`, rotated to their
     /// own positions if `rotated` is set.
     pub fn split(&self, heads: Range<usize>, rotated: bool) -> Result<[Array3<f32>; 2]> {
+        self.divide(heads, |keys| match rotated {
+            true => self.rope.rotate_blocks(keys, self.block_start),
+            false => Ok(()),
+        })
+    }
+
+    /// Like [`Self::split`] with rotation, after `mean`, `[d]`, is subtracted from the keys: rotation is linear, so the
+    /// results are the rotated keys less the mean at their positions.
+    pub fn split_around(&self, heads: Range<usize>, mean: ArrayView1<f32>) -> Result<[Array3<f32>; 2]> {
+        self.divide(heads, |keys| {
+            *keys -= &mean;
+            self.rope.rotate_blocks(keys, self.block_start)
+        })
+    }
+
+    /// Reads the keys of a range of KV heads, changes each head's, and divides them into those of the fit and those that
+    /// are held out.
+    fn divide(
+        &self,
+        heads: Range<usize>,
+        change: impl Fn(&mut Array2<f32>) -> Result<()>,
+    ) -> Result<[Array3<f32>; 2]> {
         let rows = |wanted: bool| -> Vec<usize> {
             (0..self.kept.len()).filter(|i| self.kept[*i] == wanted).collect()
         };
@@ -85,9 +107,7 @@ impl LayerStates<'_> {
         let mut out = rows.each_ref().map(of);
         for (i, head) in heads.enumerate() {
             let mut keys = (self.keys)(head)?;
-            if rotated {
-                self.rope.rotate_blocks(&mut keys, self.block_start)?;
-            }
+            change(&mut keys)?;
             for (out, rows) in out.iter_mut().zip(&rows) {
                 for (mut to, row) in out.index_axis_mut(Axis(0), i).outer_iter_mut().zip(rows) {
                     to.assign(&keys.row(*row));

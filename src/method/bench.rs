@@ -48,12 +48,18 @@ pub struct CodeForm {
     pub stages: usize,
     /// Number of words per group: 16 or 256.
     pub words: usize,
+    /// Whether codes describe the keys around the path of their mean.
+    pub has_path: bool,
 }
 
 impl Default for CodeForm {
     /// Returns the form that `calibrate` makes by default.
     fn default() -> Self {
-        Self { stages: 2, words: 16 }
+        Self {
+            stages: 2,
+            words: 16,
+            has_path: false,
+        }
     }
 }
 

@@ -16,6 +16,7 @@ mod choose;
 mod codebook;
 pub mod cuda;
 mod fit;
+mod path;
 mod scores;
 mod section;
 
@@ -30,7 +31,8 @@ use crate::error::{Error, Result};
 use crate::kv::lines::grow;
 use choose::{choose, refined, static_scores};
 pub use codebook::{HeadCodebook, HeadCodebooks};
-pub use section::{CHOL, CODEBOOK, MEAN, ROTATION, SECTION, WpqSection, weak_heads};
+pub use path::MeanPath;
+pub use section::{CHOL, CODEBOOK, Center, MEAN, MEAN_PRE, ROTATION, SECTION, WpqSection, weak_heads};
 
 /// The declaration of `wpq`.
 pub static METHOD: Declaration = Declaration {
@@ -47,7 +49,7 @@ fn prepare(ask: &Ask) -> Result<Box<dyn Method>> {
         Error::usage("--method wpq needs --artifact with the section `wpq`")
             .hint("make an artifact with `kvsmith calibrate --model DIR --text FILE -o ART.safetensors`")
     })?;
-    Ok(Box::new(HeadCodebooks::load(artifact)?))
+    Ok(Box::new(HeadCodebooks::load(artifact, ask.rope)?))
 }
 
 impl Method for HeadCodebooks {
@@ -78,7 +80,8 @@ impl Wpq {
     }
 
     fn take_in(&mut self, k_rope: ArrayView2<f32>) {
-        for (codes, new) in self.codes.iter_mut().zip(self.codebook.encode(k_rope)) {
+        let first = self.codes[0].len() / self.codebook.width();
+        for (codes, new) in self.codes.iter_mut().zip(self.codebook.encode(k_rope, first)) {
             grow(codes, new.len()).extend(new);
         }
     }
@@ -100,7 +103,7 @@ impl Retriever for Wpq {
         let (c, width) = (step.candidates.clone(), self.codebook.width());
         let rows = c.start * width..c.end * width;
         let codes: Vec<&[u8]> = self.codes.iter().map(|codes| &codes[rows.clone()]).collect();
-        let words = self.codebook.scores(step.q_rope);
+        let words = self.codebook.scores(step.q_rope, c.clone());
         let chosen = choose(&words, &codes, width, &static_scores(step), step.budget).into_iter();
         chosen.map(|p| p + c.start as u32).collect::<Vec<u32>>().into()
     }

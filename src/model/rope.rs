@@ -76,6 +76,26 @@ impl Rope {
         RopeTable { cos, sin, half }
     }
 
+    /// Computes the rotation by one distance, of any length of vectors: without the attention factor, and with angles
+    /// that are not rounded to f32.
+    pub fn turns(&self, distance: usize) -> RopeTable {
+        let angle = |w: &f32| distance as f64 * f64::from(*w);
+        RopeTable {
+            cos: self.inv_freq.iter().map(|w| angle(w).cos() as f32).collect(),
+            sin: self.inv_freq.iter().map(|w| angle(w).sin() as f32).collect(),
+            half: self.inv_freq.len(),
+        }
+    }
+
+    /// Returns this embedding with another attention factor.
+    #[cfg(test)]
+    pub fn with_factor(self, attention_factor: f32) -> Self {
+        Self {
+            attention_factor,
+            ..self
+        }
+    }
+
     /// Computes the mean rotations over ranges of distances: row i of the table is the mean of R_p over p in
     /// `edges[i]..edges[i + 1]`, which rotates every pair of channels and shortens it.
     ///
@@ -157,6 +177,18 @@ impl RopeTable {
             let (a, b) = (lo[i], hi[i]);
             lo[i] = a * cos[i] - b * sin[i];
             hi[i] = b * cos[i] + a * sin[i];
+        }
+    }
+
+    /// Rotates a head vector (d values) in place the other way, by minus the `row`-th position of the table.
+    pub fn rotate_back(&self, x: &mut [f32], row: usize) {
+        let (lo, hi) = x.split_at_mut(self.half);
+        let cos = &self.cos[row * self.half..(row + 1) * self.half];
+        let sin = &self.sin[row * self.half..(row + 1) * self.half];
+        for i in 0..self.half {
+            let (a, b) = (lo[i], hi[i]);
+            lo[i] = a * cos[i] + b * sin[i];
+            hi[i] = b * cos[i] - a * sin[i];
         }
     }
 

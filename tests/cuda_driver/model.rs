@@ -228,12 +228,25 @@ pub fn chat(driver: &Path) {
         serde_json::to_string(&turns).unwrap(),
     )
     .unwrap();
-    for method in ["full", "topk", "a2ats", "selfindex", "lfps", "ctkvr", "wpq"] {
+    kvsmith(
+        driver,
+        &format!(
+            "calibrate -q --model calib-data/model --text calib-data/text.txt --max-tokens 256 --uuid-tokens 0 --size 8 \
+             --wrope-position 64 --wpq-center path --wpq-iterations 2 --no-verdict --device cpu -o {at}/path.safetensors"
+        ),
+    )
+    .ok();
+    let methods = ["full", "topk", "a2ats", "selfindex", "lfps", "ctkvr", "wpq"];
+    let with = methods
+        .map(|method| (method, "a"))
+        .into_iter()
+        .chain([("wpq", "path")]);
+    for (method, artifact) in with {
         let run = |device: &str| {
             json(
                 driver,
                 &format!(
-                    "run -q --json --chat --model calib-data/model --artifact {at}/a.safetensors --tokens {at}/turns.json \
+                    "run -q --json --chat --model calib-data/model --artifact {at}/{artifact}.safetensors --tokens {at}/turns.json \
                      --method {method} --budget 0.2 --window 8 --max-new 4 --ignore-eos --kv f32 --precision f32 \
                      --device {device}"
                 ),
@@ -241,7 +254,7 @@ pub fn chat(driver: &Path) {
         };
         let (cuda, cpu) = (run("cuda"), run("cpu"));
         assert_eq!(cuda["turns"].as_array().unwrap().len(), 3);
-        assert_eq!(cuda["ids"], cpu["ids"], "{method}");
+        assert_eq!(cuda["ids"], cpu["ids"], "{method} {artifact}");
     }
 }
 

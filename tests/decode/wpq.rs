@@ -12,13 +12,14 @@ use kvsmith::kv::cuda::cache::LayerCache;
 use kvsmith::kv::packed::{Center, Layout, Packed};
 use kvsmith::kv::{Budget, KvHead};
 use kvsmith::method::wpq::cuda::{Quantisers, RefinedKeys, Sizes, Wpq, WpqWorkspace};
-use kvsmith::method::wpq::{HeadCodebook, Wpq as CpuWpq};
+use kvsmith::method::wpq::{HeadCodebook, MeanPath, Wpq as CpuWpq};
 use kvsmith::method::{Prompt, Retriever};
 use ndarray::{Array1, Array2, Array3, Array4, ArrayView2};
 use rand_chacha::ChaCha8Rng;
 
 use super::cases::{self, Batch, Rows, UNIT, best, matrix, normal, normals, twice, upload};
 use super::held::packed_layer;
+use crate::common::plain_rope;
 
 /// Keys that are encoded together with the first ones of a prompt: the others are a second chunk.
 const SECOND_CHUNK: usize = 7;
@@ -30,6 +31,8 @@ pub struct Special {
     words: usize,
     /// Whether codes describe only half of the principal directions.
     half: bool,
+    /// Whether codes describe the keys around the path of their mean.
+    path: bool,
     /// Whether the cache is in 2 bits.
     packed: bool,
 }
@@ -43,6 +46,7 @@ pub fn cases() -> Vec<Case> {
             groups,
             words,
             half: false,
+            path: false,
             packed: false,
         };
         let case = Case::new(name, sizes, n, 9, special);
@@ -80,6 +84,12 @@ pub fn cases() -> Vec<Case> {
         case("peaked", [1, 2, 4, 64], usual, 600, share(0.1)).scale(20.0),
         case("long_window", [1, 1, 2, 64], usual, 400, share(0.1)).static_set(3, 150),
         case("sliding", [2, 1, 4, 64], usual, 500, share(0.1)).model_window(300),
+        case("path", [1, 2, 4, 64], usual, 700, share(0.1)).with(|s| s.path = true),
+        case("path_of_a_batch", [3, 1, 5, 128], one_stage, 300, share(0.1)).with(|s| s.path = true),
+        case("path_d20", [1, 2, 16, 20], [2, 4, 256], 300, share(0.1)).with(|s| s.path = true),
+        case("path_sliding", [2, 1, 4, 64], usual, 500, share(0.1))
+            .model_window(300)
+            .with(|s| s.path = true),
         case("packed", [2, 2, 4, 64], usual, 400, share(0.1)).with(|s| s.packed = true),
         case("packed_d40", [1, 1, 3, 40], one_stage, 300, share(0.1)).with(|s| s.packed = true),
     ]
@@ -91,6 +101,8 @@ struct Quantiser {
     /// `[stages,m,words,dim]`.
     words: Array4<f64>,
     mean: Vec<f64>,
+    /// The mean before rotation, if its path is subtracted.
+    mean_pre: Option<Vec<f64>>,
     /// L V, and L^-T V rounded to half precision: `[d,d]`.
     key_map: Array2<f64>,
     query_map: Array2<f64>,
@@ -128,15 +140,52 @@ impl Quantiser {
             f32::from(u8::from(i == j)) - 2.0 * axis[i] * axis[j] / square
         });
         let (wide_chol, wide_rotation) = (chol.mapv(f64::from), rotation.mapv(f64::from));
+        let mut head = HeadCodebook::new(words.view(), mean.view(), chol.view(), rotation.view()).unwrap();
+        let mean_pre = special.path.then(|| normals(rng, d));
+        if let Some(mean) = &mean_pre {
+            head = head.around(MeanPath::new(Array1::from(mean.clone()), &plain_rope(d)));
+        }
         Self {
-            head: Arc::new(
-                HeadCodebook::new(words.view(), mean.view(), chol.view(), rotation.view()).unwrap(),
-            ),
+            head: Arc::new(head),
+            mean_pre: mean_pre.map(|mean| wide(&mean)),
             words: words.mapv(f64::from),
             mean: mean.iter().map(|v| f64::from(*v)).collect(),
             key_map: wide_chol.dot(&wide_rotation),
             query_map: solve_transposed(&wide_chol, wide_rotation).mapv(|v| f16::from_f64(v).to_f64()),
         }
+    }
+
+    /// The mean before rotation, rotated to a position, and how far each of its channels may be off in f32: most of that
+    /// comes from rounded angles.
+    fn path(&self, position: usize) -> (Vec<f64>, Vec<f64>) {
+        let d = self.mean.len();
+        let Some(mean) = &self.mean_pre else {
+            return (vec![0.0; d], vec![0.0; d]);
+        };
+        let (mut path, mut bounds) = (vec![0.0; d], vec![0.0; d]);
+        for i in 0..d / 2 {
+            let angle = position as f64 * f64::from(1e4f64.powf(-2.0 * i as f64 / d as f64) as f32);
+            let (low, high) = (mean[i], mean[i + d / 2]);
+            path[i] = low * angle.cos() - high * angle.sin();
+            path[i + d / 2] = high * angle.cos() + low * angle.sin();
+            let bound = (2 * position + 16) as f64 * UNIT * low.hypot(high);
+            (bounds[i], bounds[i + d / 2]) = (bound, bound);
+        }
+        (path, bounds)
+    }
+
+    /// The score of a query with the path at a position, and how far it may be off in f32.
+    fn path_score(&self, query: &[f32], position: usize) -> (f64, f64) {
+        let d = query.len() as f64;
+        let scale = std::f64::consts::LOG2_E / d.sqrt();
+        let (path, bounds) = self.path(position);
+        let query = wide(query);
+        let off: f64 = query.iter().zip(&bounds).map(|(q, bound)| q.abs() * bound).sum();
+        let size: f64 = query.iter().zip(&path).map(|(q, m)| (q * m).abs()).sum();
+        (
+            dot(&query, &path) * scale,
+            (off + 4.0 * (d + 8.0) * UNIT * size) * scale,
+        )
     }
 
     /// The channels of group j: columns j, j + m, j + 2 m and so on; zero if there is none.
@@ -210,13 +259,17 @@ fn numbers(
 }
 
 /// Each word is the nearest up to rounding, and the lowest of equals.
-fn check_code(of: &Quantiser, key: &[f32], code: &[Vec<usize>]) {
+fn check_code(of: &Quantiser, key: &[f32], position: usize, code: &[Vec<usize>]) {
     let d = key.len() as f64;
-    let centred: Vec<f64> = key.iter().zip(&of.mean).map(|(k, m)| f64::from(*k) - m).collect();
+    let (path, bounds) = of.path(position);
+    let centred = key.iter().zip(&of.mean).zip(&path);
+    let centred: Vec<f64> = centred.map(|((k, m), path)| f64::from(*k) - m - path).collect();
     let (z, sizes) = mapped(&centred, &of.key_map);
+    let (_, of_path) = mapped(&bounds, &of.key_map);
     let off = sizes
         .iter()
-        .map(|s| (4.0 * (d + 8.0) * UNIT * s).powi(2))
+        .zip(&of_path)
+        .map(|(s, path)| (4.0 * (d + 8.0) * UNIT * s + path).powi(2))
         .sum::<f64>()
         .sqrt();
     let words = of.words.len_of(ndarray::Axis(2));
@@ -274,10 +327,10 @@ impl Tables {
         }
     }
 
-    /// The score of a code's first stages, and how far f32 may be off.
-    fn estimate(&self, at: usize, a: usize, code: &[Vec<usize>]) -> (f64, f64) {
+    /// The score of a code's first stages and of the mean's path, and how far f32 may be off.
+    fn estimate(&self, at: usize, a: usize, code: &[Vec<usize>], path: (f64, f64)) -> (f64, f64) {
         let line = self.line(at, a);
-        let (mut score, mut size) = (line[0], line[0].abs());
+        let (mut score, mut size) = (line[0] + path.0, line[0].abs() + path.0.abs());
         for (stage, code) in code.iter().enumerate() {
             let entries = code.iter().enumerate();
             let entries: Vec<f64> = entries.map(|(j, w)| self.entry([at, a, stage, j, *w])).collect();
@@ -285,7 +338,7 @@ impl Tables {
             score += least + step * entries.iter().sum::<f64>();
             size += least.abs() + step * entries.iter().map(|e| e.abs()).sum::<f64>();
         }
-        (score, (self.sizes.groups + 8) as f64 * 2.0 * UNIT * size)
+        (score, (self.sizes.groups + 8) as f64 * 2.0 * UNIT * size + path.1)
     }
 
     /// Entries are the products of words and query: rounded, within half a step.
@@ -494,7 +547,13 @@ pub fn check(driver: &dyn Driver, case: &Case) {
     let heads: Vec<&HeadCodebook> = quantisers.iter().map(|of| &*of.head).collect();
     let on_device = Quantisers::new(driver, &heads).unwrap();
     let sizes = on_device.sizes;
-    let space = Rc::new(WpqWorkspace::new(driver, shape, &case.limits, sizes).unwrap());
+    let mut space = WpqWorkspace::new(driver, shape, &case.limits, sizes).unwrap();
+    if case.special.path {
+        // Only the rotation of this path counts.
+        let path = MeanPath::new(Array1::zeros(d), &plain_rope(d));
+        space = space.with_paths(&path).unwrap();
+    }
+    let space = Rc::new(space);
     let index = Wpq::new(driver, shape, &case.limits, on_device, Rc::clone(&space)).unwrap();
     let keys = Rows::new(&mut rng, case.ties, 30, d).draw(&mut rng, b * g * n);
     let lens: Vec<usize> = case.lens(5);
@@ -585,8 +644,8 @@ impl Found<'_> {
         queries: &[f32],
     ) {
         let (d, at) = (case.shape.head_dim, self.at);
-        for (code, key) in self.codes.iter().zip(head.keys.chunks(d)) {
-            check_code(of, key, code);
+        for (position, (code, key)) in self.codes.iter().zip(head.keys.chunks(d)).enumerate() {
+            check_code(of, key, position, code);
         }
         for (a, query) in queries.chunks(d).enumerate() {
             tables.check(of, at, a, query);
@@ -605,9 +664,13 @@ impl Found<'_> {
             })
             .collect();
         let r = fixed.len();
+        let path =
+            |query| -> Vec<(f64, f64)> { candidates.clone().map(|p| of.path_score(query, p)).collect() };
+        let paths: Vec<Vec<(f64, f64)>> = queries.chunks(d).map(path).collect();
         let estimates = |stages: &dyn Fn(usize) -> usize| -> Vec<Vec<(f64, f64)>> {
-            let of = |a| {
-                let of = |p: usize| tables.estimate(at, a, &self.codes[p][..stages(p)]);
+            let of = |a: usize| {
+                let path = |p: usize| paths[a][p - candidates.start];
+                let of = |p: usize| tables.estimate(at, a, &self.codes[p][..stages(p)], path(p));
                 candidates.clone().map(of).collect()
             };
             (0..r).map(of).collect()

@@ -4,11 +4,12 @@ use std::sync::Arc;
 
 use half::f16;
 use kvsmith::kv::packed::Center;
-use kvsmith::method::wpq::{HeadCodebook, Wpq};
+use kvsmith::method::wpq::{HeadCodebook, MeanPath, Wpq};
 use ndarray::{Array1, Array2, Array4};
 
 use super::head::{cases, wide};
 use super::*;
+use crate::common::plain_rope;
 use crate::common::random::noise;
 
 /// A quantiser: one word per group and stage.
@@ -16,6 +17,8 @@ pub struct NaiveWpq {
     /// `[stages][m][words][dim]`.
     stages: Vec<Vec<Matrix>>,
     mean: Vec<f64>,
+    /// The mean before rotation, if its path is subtracted.
+    mean_pre: Option<Vec<f64>>,
     /// L, lower.
     chol: Matrix,
     /// V.
@@ -45,16 +48,32 @@ impl NaiveWpq {
         (0..dim).map(at).collect()
     }
 
-    /// (k - mean) L V, and how far it may be off in f32.
-    fn projected(&self, k: &[f64]) -> (Vec<f64>, f64) {
+    /// The mean before rotation, rotated to a position; zero if its path is not subtracted.
+    fn path(&self, position: usize) -> Vec<f64> {
+        let Some(mean) = &self.mean_pre else {
+            return vec![0.0; self.mean.len()];
+        };
+        let (d, mut out) = (mean.len(), mean.clone());
+        for i in 0..d / 2 {
+            let frequency = 1e4f64.powf(-2.0 * i as f64 / d as f64) as f32;
+            let (sin, cos) = f64::from(position as f32 * frequency).sin_cos();
+            out[i] = mean[i] * cos - mean[i + d / 2] * sin;
+            out[i + d / 2] = mean[i + d / 2] * cos + mean[i] * sin;
+        }
+        out
+    }
+
+    /// (k - R_i mean_pre - mean) L V of a key at position i, and how far it may be off in f32.
+    fn projected(&self, k: &[f64], position: usize) -> (Vec<f64>, f64) {
         let d = k.len();
         let (mut out, mut size) = (vec![0.0; d], vec![0.0; d]);
-        for (c, (k, mean)) in k.iter().zip(&self.mean).enumerate() {
-            let x = k - mean;
+        let path = self.path(position);
+        for (c, ((k, mean), path)) in k.iter().zip(&self.mean).zip(path).enumerate() {
+            let x = k - mean - path;
             for i in 0..d {
                 let entry: f64 = (0..d).map(|e| self.chol[c][e] * self.rotation[e][i]).sum();
                 out[i] += x * entry;
-                size[i] += (k.abs() + mean.abs()) * entry.abs();
+                size[i] += (k.abs() + mean.abs() + 2.0 * path.abs()) * entry.abs();
             }
         }
         let off: f64 = size.iter().map(|s| ((d + 8) as f64 * UNIT * s).powi(2)).sum();
@@ -62,13 +81,13 @@ impl NaiveWpq {
     }
 
     /// The number of each group's word, per stage; of those of the program where two words are equally near.
-    fn code(&self, k: &[f64]) -> Result<Vec<Vec<usize>>, String> {
-        let (z, off) = self.projected(k);
+    fn code(&self, k: &[f64], position: usize) -> Result<Vec<Vec<usize>>, String> {
+        let (z, off) = self.projected(k, position);
         let m = self.stages[0].len();
         let mut left: Matrix = (0..m).map(|j| self.group(&z, j)).collect();
         let row = Array2::from_shape_vec((1, k.len()), k.iter().map(|x| *x as f32).collect()).unwrap();
         let mut codes = Vec::new();
-        for (words, bytes) in self.stages.iter().zip(self.head.encode(row.view())) {
+        for (words, bytes) in self.stages.iter().zip(self.head.encode(row.view(), position)) {
             let per_byte = m / bytes.len();
             let number = |j: usize| {
                 usize::from(bytes[j / per_byte]) >> (j % per_byte * 8 / per_byte) & (words[j].len() - 1)
@@ -99,11 +118,11 @@ impl NaiveWpq {
         for event in &history.events {
             match event {
                 Event::Turn(turn) => {
-                    for k in &turn.keys[turn.first..] {
-                        codes.push(self.code(k)?);
+                    for (i, k) in turn.keys.iter().enumerate().skip(turn.first) {
+                        codes.push(self.code(k, i)?);
                     }
                 }
-                Event::Decode(step) => codes.push(self.code(&step.key)?),
+                Event::Decode(step) => codes.push(self.code(&step.key, codes.len())?),
             }
         }
         Ok(codes)
@@ -130,9 +149,15 @@ impl NaiveWpq {
         self.stages.iter().map(of).collect()
     }
 
-    /// The estimated score of a key from its codes in some stages.
-    fn estimate(&self, q: &[f64], tables: &[Table], codes: &[Vec<usize>]) -> Estimate {
-        let mut sum = (score(q, &self.mean), score_bound(q, &self.mean));
+    /// The estimated score of the key at a position from its codes in some stages.
+    fn estimate(&self, q: &[f64], tables: &[Table], codes: &[Vec<usize>], position: usize) -> Estimate {
+        let path = self.path(position);
+        // The program rounds other angles, and turns the query once for every 64 positions.
+        let turned = (8 + position) as f64 * score_bound(q, &path);
+        let mut sum = (
+            score(q, &self.mean) + score(q, &path),
+            score_bound(q, &self.mean) + turned,
+        );
         for (table, codes) in tables.iter().zip(codes) {
             for (j, code) in codes.iter().enumerate() {
                 sum.0 += table.entries[j][*code];
@@ -217,14 +242,19 @@ impl Model for NaiveWpq {
         let estimates = |stages: &dyn Fn(usize) -> usize| -> Vec<Vec<Estimate>> {
             let of = |(q, tables): (&Vec<f64>, &Vec<Table>)| {
                 let of = |p: &usize| match step.candidates.contains(p) {
-                    true => self.estimate(q, tables, &codes[*p][..stages(*p)]),
+                    true => self.estimate(q, tables, &codes[*p][..stages(*p)], *p),
                     false => (score(q, &step.keys[*p]), score_bound(q, &step.keys[*p])),
                 };
                 seen.iter().map(of).collect()
             };
             step.q_rope.iter().zip(&tables).map(of).collect()
         };
-        let first = classes(codes.iter().map(|codes| &codes[..1]));
+        // Equal codes mean equal estimates, unless the mean has another score at every position.
+        let distinct: Vec<usize> = (0..codes.len()).collect();
+        let first = match self.mean_pre {
+            None => classes(codes.iter().map(|codes| &codes[..1])),
+            Some(_) => distinct.clone(),
+        };
         let mut ranked = items(&seen, &estimates(&|_| 1), &first);
         ranked.retain(|item| step.candidates.contains(&item.position));
         if self.stages.len() == 1 {
@@ -237,7 +267,11 @@ impl Model for NaiveWpq {
         let unsure = refined.iter().any(|a| left.iter().any(|b| is_close(a, b)));
         let refined: BTreeSet<usize> = refined.iter().map(|item| item.position).collect();
         let stages = |p: usize| if refined.contains(&p) { 2 } else { 1 };
-        let both = classes(codes.iter());
+        let both = if self.mean_pre.is_none() {
+            classes(codes.iter())
+        } else {
+            distinct
+        };
         let mut ranked = items(&seen, &estimates(&stages), &both);
         ranked.retain(|item| refined.contains(&item.position));
         match (check_best(&ranked, &step.chosen(), step.budget), unsure) {
@@ -262,7 +296,8 @@ pub fn check() {
         ];
         let (sizes, d) = (pick(rng, of), place.head_dim);
         let directions = pick(rng, &[d, d, d.div_ceil(2)]);
-        let model = random_quantiser(d, directions, sizes, || noise(rng));
+        let has_path = pick(rng, &[false, true]);
+        let model = random_quantiser(d, directions, sizes, has_path, || noise(rng));
         (Wpq::new(model.head.clone()), model)
     };
     cases::<NaiveWpq>(100, make, |_| ());
@@ -273,6 +308,7 @@ fn random_quantiser(
     d: usize,
     directions: usize,
     (stages, m, size): (usize, usize, usize),
+    has_path: bool,
     mut normal: impl FnMut() -> f32,
 ) -> NaiveWpq {
     let dim = directions.div_ceil(m);
@@ -297,7 +333,13 @@ fn random_quantiser(
     let rotation = Array2::from_shape_fn((d, d), |(i, j)| {
         f32::from(u8::from(i == j)) - 2.0 * axis[i] * axis[j] / square
     });
+    let mean_pre = has_path.then(|| Array1::from_shape_simple_fn(d, &mut normal));
+    let mut head = HeadCodebook::new(words.view(), mean.view(), chol.view(), rotation.view()).unwrap();
+    if let Some(mean) = &mean_pre {
+        head = head.around(MeanPath::new(mean.clone(), &plain_rope(d)));
+    }
     NaiveWpq {
+        mean_pre: mean_pre.map(|mean| mean.iter().map(|v| f64::from(*v)).collect()),
         stages: words
             .outer_iter()
             .map(|words| words.outer_iter().map(wide).collect())
@@ -306,7 +348,7 @@ fn random_quantiser(
         chol: wide(chol.view()),
         rotation: wide(rotation.view()),
         query_map: query_map(&wide(chol.view()), wide(rotation.view())),
-        head: Arc::new(HeadCodebook::new(words.view(), mean.view(), chol.view(), rotation.view()).unwrap()),
+        head: Arc::new(head),
     }
 }
 

@@ -21,6 +21,7 @@ use crate::kv::{Budget, KvType, StaticSet};
 use crate::method::bench::{Bench, CodeForm, TimedLayer};
 use crate::method::params::MethodParams;
 use crate::method::registry::MethodName;
+use crate::method::wpq::Center;
 use crate::method::{Choice, Ranking, Reads, lfps};
 
 /// Least bytes of all copies of a layer's data, which steps read in turn; the processor's caches hold less.
@@ -66,6 +67,9 @@ pub struct LayerArgs {
     /// of it
     #[arg(long, value_name = "N", default_value = "2", value_parser = PossibleValuesParser::new(["1", "2"]))]
     wpq_stages: String,
+    /// What the codes of method wpq describe the keys around
+    #[arg(long, value_enum, default_value_t)]
+    wpq_center: Center,
 }
 
 impl LayerArgs {
@@ -74,6 +78,7 @@ impl LayerArgs {
         CodeForm {
             stages: if self.wpq_stages == "1" { 1 } else { 2 },
             words: if self.wpq_words == "16" { 16 } else { 256 },
+            has_path: self.wpq_center == Center::Path,
         }
     }
 }

@@ -7,14 +7,21 @@ use rand::{Rng, SeedableRng};
 use rand_chacha::ChaCha8Rng;
 
 use super::section::default_directions;
-use super::{HeadCodebook, Wpq, cuda};
+use super::{HeadCodebook, MeanPath, Wpq, cuda};
 use crate::error::Result;
 use crate::method::bench::{Bench, CodeForm, Contents, Fill, NewHead, TimedLayer, TimedOnCuda};
 use crate::method::cuda::{Indexes, OnDevice};
 use crate::method::params::MethodParams;
+use crate::model::rope::{Rope, RopeConfig, RopeScaling};
 
 /// Bytes of a key's code, all stages together.
 const BYTES: usize = 8;
+
+/// The rotation of the path of a mean.
+const ROPE: RopeConfig = RopeConfig {
+    theta: 500_000.0,
+    scaling: RopeScaling::Default,
+};
 
 /// Benchmarks on random words, without whitening.
 pub(super) struct WpqBench;
@@ -57,5 +64,10 @@ fn codebook(d: usize, code: CodeForm, seed: u64) -> Result<HeadCodebook> {
     );
     let words = Array4::from_shape_simple_fn(shape, || rng.r#gen::<f32>() * 2.0 - 1.0);
     let eye = Array2::eye(d);
-    HeadCodebook::new(words.view(), Array1::zeros(d).view(), eye.view(), eye.view())
+    let head = HeadCodebook::new(words.view(), Array1::zeros(d).view(), eye.view(), eye.view())?;
+    if !code.has_path {
+        return Ok(head);
+    }
+    let mean = Array1::from_shape_simple_fn(d, || rng.r#gen::<f32>() * 2.0 - 1.0);
+    Ok(head.around(MeanPath::new(mean, &Rope::new(&ROPE, d))))
 }

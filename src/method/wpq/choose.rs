@@ -4,7 +4,7 @@ use std::cell::Cell;
 
 use ndarray::{Array2, ArrayView1};
 
-use super::scores::{Levels, WordScores};
+use super::scores::{Levels, Places, WordScores};
 use crate::compute::products::all_products;
 use crate::compute::simd;
 use crate::method::Step;
@@ -83,7 +83,7 @@ impl Scratch {
             if words.levels(a, n, codes, &mut self.levels) {
                 all.add_levels(&mut self.levels, scores);
             } else {
-                words.estimate(a, n, &[codes], scores);
+                words.estimate(a, Places::All(n), &[codes], scores);
                 all.add(scores);
             }
         }
@@ -105,7 +105,7 @@ impl Scratch {
         let gathered: Vec<&[u8]> = self.gathered.iter().map(Vec::as_slice).collect();
         for (a, (all, scores)) in all.iter_mut().zip(&mut self.scores).enumerate() {
             all.remove(scores, places);
-            words.estimate(a, places.len(), &gathered, scores);
+            words.estimate(a, Places::These(places), &gathered, scores);
             all.add(scores);
         }
         masses(all, &self.scores, &mut self.mass);

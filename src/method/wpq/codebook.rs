@@ -9,11 +9,13 @@ use ndarray::{
 };
 use rayon::prelude::*;
 
+use super::path::MeanPath;
 use super::scores::{WordScores, WordTable};
-use super::section::{CHOL, CODEBOOK, MEAN, ROTATION, SECTION, WpqParams};
+use super::section::{CHOL, CODEBOOK, Center, MEAN, MEAN_PRE, ROTATION, SECTION, WpqParams};
 use crate::artifact::Artifact;
 use crate::compute::gemm;
 use crate::error::{Error, Result};
+use crate::model::rope::Rope;
 use crate::stats::kmeans::Codebook;
 use crate::stats::linalg;
 
@@ -29,7 +31,9 @@ pub struct HeadCodebooks {
 /// The quantiser of one KV head.
 pub struct HeadCodebook {
     stages: Vec<Stage>,
+    /// Mean of the keys that codes describe: of the rotated keys, after `path` was subtracted from them.
     mean: Array1<f32>,
+    path: Option<MeanPath>,
     /// Maps centred keys to the channels of all groups: `[d,m dim]`.
     projection: Array2<f32>,
     /// Maps a query to the same channels such that its products with keys are preserved; rounded to half precision:
@@ -86,8 +90,8 @@ pub(super) fn product(rows: ArrayView2<f32>, by: ArrayView2<f32>) -> Array2<f32>
 }
 
 impl HeadCodebooks {
-    /// Reads the section and checks its digests and values.
-    pub fn load(artifact: &Artifact) -> Result<Self> {
+    /// Reads the section and checks its digests and values; `rope` is the model's rotation.
+    pub fn load(artifact: &Artifact, rope: &Rope) -> Result<Self> {
         let section = artifact.checked_section(SECTION)?;
         let params: WpqParams = section.params()?;
         let (d, m) = (artifact.sizes.head_dim, params.groups());
@@ -98,14 +102,27 @@ impl HeadCodebooks {
         let square =
             |tensor| -> Result<Array3<f32>> { Ok(Array3::from_shape_vec((n, d, d), section.read(tensor)?)?) };
         let (chol, rotation) = (square(CHOL)?, square(ROTATION)?);
+        let means = match params.center {
+            Center::Mean => None,
+            Center::Path => Some(Array2::from_shape_vec((n, d), section.read(MEAN_PRE)?)?),
+        };
         let head = |i: usize| {
             let [chol, rotation] = [&chol, &rotation].map(|x| x.index_axis(Axis(0), i));
-            HeadCodebook::new(words.index_axis(Axis(0), i), mean.row(i), chol, rotation).map(Arc::new)
+            let head = HeadCodebook::new(words.index_axis(Axis(0), i), mean.row(i), chol, rotation)?;
+            let path = means
+                .as_ref()
+                .map(|means| MeanPath::new(means.row(i).to_owned(), rope));
+            Ok(Arc::new(HeadCodebook { path, ..head }))
         };
         Ok(Self {
             n_kv_heads: artifact.sizes.n_kv_heads,
             heads: (0..n).into_par_iter().map(head).collect::<Result<_>>()?,
         })
+    }
+
+    /// Returns whether the mean's path is subtracted from the keys before they are encoded.
+    pub fn have_paths(&self) -> bool {
+        self.heads.iter().any(|head| head.path.is_some())
     }
 
     /// Returns the quantiser of a head.
@@ -142,9 +159,18 @@ impl HeadCodebook {
         Ok(Self {
             stages: words.outer_iter().map(stage).collect(),
             mean: mean.to_owned(),
+            path: None,
             projection: project(chol, rotation, m, dim),
             query_map: deal(&query_map, m, dim),
         })
+    }
+
+    /// Returns this quantiser for keys from which the path of a mean is subtracted first.
+    pub fn around(self, path: MeanPath) -> Self {
+        Self {
+            path: Some(path),
+            ..self
+        }
     }
 
     /// Returns the number of stages, one or two.
@@ -160,6 +186,11 @@ impl HeadCodebook {
     /// Returns the words of a group, `[words,dim]`.
     pub(super) fn words(&self, stage: usize, group: usize) -> ArrayView2<'_, f32> {
         self.stages[stage].groups[group].centroids().view()
+    }
+
+    /// Returns the path that is subtracted from the keys first, if any.
+    pub(super) fn path(&self) -> Option<&MeanPath> {
+        self.path.as_ref()
     }
 
     /// Returns the mean of the keys, `[d]`.
@@ -183,39 +214,49 @@ impl HeadCodebook {
     }
 
     /// Returns the number of bytes that every step reads whatever the context: the words and the query map in half
-    /// precision, and the mean.
+    /// precision, the mean, and the mean before rotation if its path is subtracted.
     pub fn bytes(&self) -> usize {
         let groups = self.stages.iter().flat_map(|stage| &stage.groups);
         let words: usize = groups.map(|group| group.centroids().len()).sum();
-        2 * (words + self.query_map.len()) + 4 * self.mean.len()
+        let path = self.path.as_ref().map_or(0, |path| path.mean().len());
+        2 * (words + self.query_map.len()) + 4 * (self.mean.len() + path)
     }
 
-    /// Encodes rotated keys, `[n,d]`. Returns one array `[n,width]` per stage. A code holds the numbers of the nearest
+    /// Encodes rotated keys, `[n,d]`, of the positions from `first` on. Returns one array `[n,width]` per stage. A code holds the numbers of the nearest
     /// words in the order of the groups; of two 4-bit numbers in a byte, the first is in the low bits. The lowest
     /// number wins a tie.
-    pub fn encode(&self, k_rope: ArrayView2<f32>) -> Vec<Vec<u8>> {
-        let rows = k_rope.axis_chunks_iter(Axis(0), ROWS).into_par_iter();
-        let chunks: Vec<Vec<Vec<u8>>> = rows.map(|rows| self.encode_rows(rows)).collect();
+    pub fn encode(&self, k_rope: ArrayView2<f32>, first: usize) -> Vec<Vec<u8>> {
+        let rows = k_rope.axis_chunks_iter(Axis(0), ROWS).into_par_iter().enumerate();
+        let chunks: Vec<Vec<Vec<u8>>> = rows
+            .map(|(i, rows)| self.encode_rows(rows, first + i * ROWS))
+            .collect();
         let of = |stage: usize| chunks.iter().flat_map(move |chunk| &chunk[stage]).copied();
         (0..self.stages()).map(|stage| of(stage).collect()).collect()
     }
 
-    fn encode_rows(&self, k_rope: ArrayView2<f32>) -> Vec<Vec<u8>> {
-        let mut left = product((&k_rope - &self.mean).view(), self.projection.view());
+    fn encode_rows(&self, k_rope: ArrayView2<f32>, first: usize) -> Vec<Vec<u8>> {
+        let mut keys = &k_rope - &self.mean;
+        if let Some(path) = &self.path {
+            path.subtract(keys.view_mut(), first);
+        }
+        let mut left = product(keys.view(), self.projection.view());
         let stages = self.stages.iter();
         stages.map(|stage| stage.encode(&mut left)).collect()
     }
 
-    /// Scores all words for the queries of a step, q_rope `[r,d]`. Scores are divided by the square root of d.
+    /// Scores all words, and the mean at every candidate, for the queries of a step, q_rope `[r,d]`. Scores are divided
+    /// by the square root of d.
     ///
     /// # Numerics
     /// f32.
-    pub(super) fn scores(&self, q_rope: ArrayView2<f32>) -> WordScores {
+    pub(super) fn scores(&self, q_rope: ArrayView2<f32>, candidates: Range<usize>) -> WordScores {
         let scale = 1.0 / (q_rope.ncols() as f32).sqrt();
         let y = product(q_rope, self.query_map.view()) * scale;
         let of = |stage: &Stage| y.outer_iter().map(|y| stage.scores(y)).collect();
+        let at = |path: &MeanPath| path.scores(q_rope, candidates.start, candidates.len(), scale);
         WordScores {
             mean: (q_rope.dot(&self.mean) * scale).to_vec(),
+            path: self.path.as_ref().map(at),
             stages: self.stages.iter().map(of).collect(),
         }
     }

@@ -78,6 +78,8 @@ impl<'d> Wpq<'d> {
             keys: keys.ptr(),
             key_maps: of.key_maps.ptr(),
             means: of.means.ptr(),
+            arcs: of.arcs.as_ref().map(Buffer::ptr),
+            turns: self.space.paths.as_ref().map(|paths| paths.turns.ptr()),
             words: of.words.ptr().cast(),
             norms: of.norms.ptr(),
             lens: positions.lens.ptr(),
@@ -105,6 +107,9 @@ impl<'d> Wpq<'d> {
         let space = &self.space;
         self.build_tables(queries, positions)?;
         space.score_static(queries, cache, positions)?;
+        if let (Some(paths), Some(arcs)) = (&space.paths, &self.quantisers.arcs) {
+            space.score_paths(paths, arcs, queries, positions)?;
+        }
         self.rank(positions)?;
         match &space.refined {
             None => space.best.choose(positions),
@@ -147,6 +152,10 @@ impl<'d> Wpq<'d> {
         .launch(self.driver, sizes.words, self.shape.grid(self.shape.group))
     }
 
+    fn paths(&self) -> Option<Ptr<'_, f32>> {
+        self.space.paths.as_ref().map(|paths| paths.scores.ptr())
+    }
+
     fn tables(&self) -> Ptr<'_, c_void> {
         self.space.tables.ptr().cast()
     }
@@ -155,6 +164,7 @@ impl<'d> Wpq<'d> {
     fn rank(&self, positions: &Positions<'_>) -> Result<()> {
         let (space, sizes, shape) = (&self.space, self.quantisers.sizes, &self.shape);
         let (codes, tables, lines) = (self.codes.ptr(), self.tables(), space.lines.ptr());
+        let paths = self.paths();
         let (spans, parts, grid) = (
             positions.spans.ptr(),
             space.parts.ptr(),
@@ -165,6 +175,7 @@ impl<'d> Wpq<'d> {
             codes,
             tables,
             lines,
+            paths,
             spans,
             parts,
             stages: sizes.stages,
@@ -178,6 +189,7 @@ impl<'d> Wpq<'d> {
             codes,
             tables,
             lines,
+            paths,
             spans,
             parts,
             stages: sizes.stages,
@@ -202,6 +214,7 @@ impl<'d> Wpq<'d> {
             codes: self.codes.ptr(),
             tables: self.tables(),
             lines: space.lines.ptr(),
+            paths: self.paths(),
             totals,
             items: items.lists.ptr(),
             listed: items.listed.ptr(),

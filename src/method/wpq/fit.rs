@@ -5,7 +5,7 @@ use ndarray::{Array1, Array2, Array3, ArrayView2, Axis, s};
 use serde_json::{Map, Value};
 
 use super::codebook::{ROWS, channels, product, project, subtract};
-use super::section::{CHOL, CODEBOOK, MEAN, ROTATION, WpqParams, WpqQuality, WpqSection};
+use super::section::{CHOL, CODEBOOK, Center, MEAN, MEAN_PRE, ROTATION, WpqParams, WpqQuality, WpqSection};
 use crate::artifact::{Fit, FitText, HeadDone, LayerPart, LayerStates, SectionKind, object};
 use crate::compute::cpu::row_mean;
 use crate::error::{Error, Result};
@@ -69,6 +69,8 @@ struct HeadFit<'a> {
     head: usize,
     metric: Metric,
     mean: Array1<f32>,
+    /// The mean of the keys before rotation, if its path is subtracted.
+    mean_pre: Option<Array1<f32>>,
     /// The principal directions as columns, `[d,d]`.
     rotation: Array2<f32>,
     /// The keys of the fit and the held-out keys, each in the channels of the groups, `[m,n,dim]`.
@@ -87,8 +89,16 @@ impl<'a> HeadFit<'a> {
         }
         let metric =
             Metric::new(moments.sum_qq.index_axis(Axis(0), head)).map_err(|e| e.or_hint(OUTLIERS))?;
-        let keys = states.split(head..head + 1, true)?;
-        let [kept, held_out] = keys.map(|keys| keys.index_axis_move(Axis(0), 0));
+        let one = |keys: [Array3<f32>; 2]| keys.map(|keys| keys.index_axis_move(Axis(0), 0));
+        let (mean_pre, keys) = match params.center {
+            Center::Mean => (None, states.split(head..head + 1, true)?),
+            Center::Path => {
+                let mean = row_mean(one(states.split(head..head + 1, false)?)[0].view());
+                let keys = states.split_around(head..head + 1, mean.view())?;
+                (Some(mean), keys)
+            }
+        };
+        let [kept, held_out] = one(keys);
         let mean = row_mean(kept.view());
         let [kept, held_out] = [kept, held_out].map(|keys| keys - &mean);
         let rotation = directions(states, kept.view(), &metric)?;
@@ -105,6 +115,7 @@ impl<'a> HeadFit<'a> {
             head,
             metric,
             mean,
+            mean_pre,
             rotation,
             rows,
             left_out,
@@ -131,6 +142,9 @@ impl<'a> HeadFit<'a> {
         }
         part.put(CODEBOOK, &words);
         part.put(MEAN, &self.mean.to_vec());
+        if let Some(mean) = &self.mean_pre {
+            part.put(MEAN_PRE, &mean.to_vec());
+        }
         part.put(CHOL, &self.metric.chol.into_iter().collect::<Vec<_>>());
         part.put(ROTATION, &self.rotation.into_iter().collect::<Vec<_>>());
         let held_out = self.rows[1].len_of(Axis(1));

@@ -13,7 +13,7 @@ use crate::compute::layout::elements_mut;
 use crate::model::rope::{Rope, RopeTable};
 
 /// Consecutive positions whose scores are one row of a product.
-const SPAN: usize = 64;
+pub(super) const ARC: usize = 64;
 /// Rows per task of a subtraction.
 const ROWS: usize = 256;
 
@@ -21,32 +21,43 @@ const ROWS: usize = 256;
 pub struct MeanPath {
     mean: Array1<f32>,
     rope: Rope,
-    /// The mean at the first [`SPAN`] positions, `[SPAN,d]`.
-    span: Array2<f32>,
-    /// The angles of a step of [`SPAN`] positions.
+    /// The mean at the first [`ARC`] positions, `[ARC,d]`.
+    arc: Array2<f32>,
+    /// The rotation by [`ARC`] positions.
     stride: RopeTable,
 }
 
 impl MeanPath {
     /// Makes the path of a mean, `[d]`.
     pub fn new(mean: Array1<f32>, rope: &Rope) -> Self {
-        let mut span = Array2::zeros((SPAN, mean.len()));
-        let table = rope.table(0..SPAN);
-        for (position, mut row) in span.rows_mut().into_iter().enumerate() {
+        let mut arc = Array2::zeros((ARC, mean.len()));
+        let table = rope.table(0..ARC);
+        for (position, mut row) in arc.rows_mut().into_iter().enumerate() {
             row.assign(&mean);
             table.rotate(elements_mut(&mut row), position);
         }
         Self {
             mean,
             rope: rope.clone(),
-            span,
-            stride: rope.turns(SPAN),
+            arc,
+            stride: rope.turns(ARC),
         }
     }
 
     /// Returns the mean of the keys before rotation, `[d]`.
     pub fn mean(&self) -> &Array1<f32> {
         &self.mean
+    }
+
+    /// Returns the mean at the first [`ARC`] positions, `[ARC,d]`.
+    pub(super) fn arc(&self) -> &Array2<f32> {
+        &self.arc
+    }
+
+    /// Returns the rotation to the start of each of `n` arcs, `[n,d]`: its cosines, then its sines.
+    pub(super) fn turns(&self, n: usize) -> Vec<f32> {
+        let turn = |arc: usize| self.rope.turns(arc * ARC).parts().concat();
+        (0..n).flat_map(turn).collect()
     }
 
     /// Subtracts from rotated keys, `[n,d]`, the mean at their positions, of which `first` is the first.
@@ -67,27 +78,27 @@ impl MeanPath {
     /// `[r,n]`.
     ///
     /// # Numerics
-    /// f32. A query is turned back by one span after the other; position c + j then scores as position j of the span,
+    /// f32. A query is turned back by one arc after the other; position c + j then scores as position j of the first arc,
     /// because `q . R_{c+j} m = (R_{-c} q) . R_j m`.
     pub fn scores(&self, q_rope: ArrayView2<f32>, first: usize, n: usize, scale: f32) -> Array2<f32> {
         let (r, d) = q_rope.dim();
-        let spans = n.div_ceil(SPAN);
-        let mut turned = Array2::zeros((r * spans, d));
+        let arcs = n.div_ceil(ARC);
+        let mut turned = Array2::zeros((r * arcs, d));
         let start = self.rope.turns(first);
         for (a, query) in q_rope.rows().into_iter().enumerate() {
             let mut query: Vec<f32> = query.iter().map(|x| x * scale).collect();
             start.rotate_back(&mut query, 0);
-            for span in 0..spans {
-                let mut row = turned.row_mut(a * spans + span);
+            for arc in 0..arcs {
+                let mut row = turned.row_mut(a * arcs + arc);
                 row.iter_mut().zip(&query).for_each(|(to, x)| *to = *x);
                 self.stride.rotate_back(&mut query, 0);
             }
         }
-        let mut scores = Array2::zeros((r * spans, SPAN));
-        gemm(scores.view_mut(), false, turned.view(), self.span.t());
+        let mut scores = Array2::zeros((r * arcs, ARC));
+        gemm(scores.view_mut(), false, turned.view(), self.arc.t());
         let mut out = Array2::zeros((r, n));
         for (a, mut row) in out.rows_mut().into_iter().enumerate() {
-            let own = scores.rows().into_iter().skip(a * spans).take(spans);
+            let own = scores.rows().into_iter().skip(a * arcs).take(arcs);
             row.iter_mut().zip(own.flatten()).for_each(|(to, x)| *to = *x);
         }
         out

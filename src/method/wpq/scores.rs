@@ -1,5 +1,7 @@
 //! Estimated scores of keys: sums of table entries over the numbers of a code.
 
+use ndarray::Array2;
+
 use crate::compute::signs::{self, PATTERNS};
 use crate::compute::simd;
 
@@ -14,6 +16,8 @@ const CHUNK: usize = 4096;
 pub(super) struct WordScores {
     /// The score of the mean key, `[r]`.
     pub mean: Vec<f32>,
+    /// The score of the mean's path at each candidate, `[r,n]`, if codes describe the keys around it.
+    pub path: Option<Array2<f32>>,
     /// The scores of the words, by stage and query head.
     pub stages: Vec<Vec<WordTable>>,
 }
@@ -87,6 +91,24 @@ impl Rounded {
     }
 }
 
+/// Places of candidates.
+#[derive(Clone, Copy)]
+pub(super) enum Places<'a> {
+    /// The first n, which are all.
+    All(usize),
+    /// Some of them.
+    These(&'a [u32]),
+}
+
+impl Places<'_> {
+    fn len(self) -> usize {
+        match self {
+            Self::All(n) => n,
+            Self::These(places) => places.len(),
+        }
+    }
+}
+
 /// The scores of many keys that take only few different values, the levels.
 #[derive(Default)]
 pub(super) struct Levels {
@@ -110,12 +132,15 @@ impl Levels {
 
 impl WordScores {
     /// Writes the estimated scores of n keys for query head `a` as levels, from the codes of the first stage,
-    /// `[n,width]`. Returns false if it cannot, which is so unless groups have 16 words. The scores are those of
-    /// [`Self::estimate`].
+    /// `[n,width]`. Returns false if it cannot: if groups do not have 16 words, or the mean has a path. The scores are
+    /// those of [`Self::estimate`].
     pub fn levels(&self, a: usize, n: usize, codes: &[u8], out: &mut Levels) -> bool {
         let WordTable::Rounded(rounded) = &self.stages[0][a] else {
             return false;
         };
+        if self.path.is_some() {
+            return false;
+        }
         out.of.resize(n, 0);
         rounded.tables.sums(codes, &mut out.of);
         out.highest = simd::max_u16(&out.of);
@@ -126,14 +151,25 @@ impl WordScores {
         true
     }
 
-    /// Writes the estimated scores of n keys for query head `a` to `out`, from the codes of the first `codes.len()`
-    /// stages, `[n,width]` each.
+    /// Writes the estimated scores of keys for query head `a` to `out`, from the codes of the first `codes.len()`
+    /// stages, `[n,width]` each: of the candidates at some places, or of all.
     ///
     /// # Numerics
-    /// f32, the stages in order.
-    pub fn estimate(&self, a: usize, n: usize, codes: &[&[u8]], out: &mut Vec<f32>) {
+    /// f32: the mean, its path, then the stages in order.
+    pub fn estimate(&self, a: usize, places: Places, codes: &[&[u8]], out: &mut Vec<f32>) {
+        let n = places.len();
         out.clear();
         out.resize(n, self.mean[a]);
+        if let Some(path) = &self.path {
+            let path = path.row(a);
+            match places {
+                Places::All(_) => out.iter_mut().zip(path).for_each(|(x, path)| *x += path),
+                Places::These(places) => {
+                    let own = places.iter().map(|place| path[*place as usize]);
+                    out.iter_mut().zip(own).for_each(|(x, path)| *x += path);
+                }
+            }
+        }
         for (i, out) in out.chunks_mut(CHUNK).enumerate() {
             for (stage, codes) in self.stages.iter().zip(codes) {
                 let width = codes.len() / n;

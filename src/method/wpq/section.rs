@@ -23,8 +23,10 @@ pub const SECTION: &str = "wpq";
 
 /// The words of each group, in the coordinates of the group's channels.
 pub const CODEBOOK: &str = "wpq.codebook";
-/// Mean of the rotated keys.
+/// Mean of the rotated keys; of what remains of them if the path of the mean before rotation is subtracted.
 pub const MEAN: &str = "wpq.mean";
+/// Mean of the keys before rotation, if its path is subtracted.
+pub const MEAN_PRE: &str = "wpq.mean_pre";
 /// Cholesky factor of the rotated queries' second moment.
 pub const CHOL: &str = "wpq.chol";
 /// Principal directions of the whitened keys as columns, the largest variance first.
@@ -35,6 +37,23 @@ const WIDE: usize = 64;
 
 /// The value of `--wpq-bits` that leaves the section out.
 const NONE: &str = "none";
+
+/// What is subtracted from rotated keys before they are encoded.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize, clap::ValueEnum)]
+#[serde(rename_all = "kebab-case")]
+pub enum Center {
+    /// The mean of the rotated keys, which is the same at every position.
+    #[default]
+    Mean,
+    /// The mean of the keys before rotation, rotated to the position of each key. Loses less.
+    Path,
+}
+
+impl Center {
+    fn is_mean(&self) -> bool {
+        *self == Self::Mean
+    }
+}
 
 /// The parameters of a fit, as the manifest stores them.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -49,6 +68,9 @@ pub(super) struct WpqParams {
     /// earlier versions): all.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub directions: Option<usize>,
+    /// What codes describe the keys around; absent for the mean.
+    #[serde(default, skip_serializing_if = "Center::is_mean")]
+    pub center: Center,
     /// Maximum number of k-means passes.
     pub iterations: usize,
     /// The seed of k-means, per layer, head, stage and group.
@@ -119,6 +141,9 @@ struct WpqFlags {
     /// head's channels if it has 64 or more, otherwise all]
     #[arg(long, value_name = "N", value_parser = parse_count_or_all)]
     wpq_directions: Option<usize>,
+    /// What wpq subtracts from the rotated keys before it encodes them
+    #[arg(long, value_enum, default_value_t)]
+    wpq_center: Center,
 }
 
 impl WpqFlags {
@@ -129,6 +154,7 @@ impl WpqFlags {
             words: self.wpq_words.parse().ok()?,
             stages: self.wpq_stages.parse().ok()?,
             directions: None,
+            center: self.wpq_center,
             iterations: self.wpq_iterations,
             seed,
         };
@@ -232,12 +258,14 @@ impl SectionKind for WpqSection {
                 "`sections.wpq` has `bits`, `words`, `stages` or `directions` that are not valid",
             ));
         }
-        Ok(vec![
+        let path = (p.center == Center::Path).then(|| Spec::new::<f32>(MEAN_PRE, &[l, g, d]));
+        let specs = [
             Spec::new::<f16>(CODEBOOK, &[l, g, p.stages, p.groups(), p.words, p.group_dim(d)]),
             Spec::new::<f32>(MEAN, &[l, g, d]),
             Spec::new::<f32>(CHOL, &[l, g, d, d]),
             Spec::new::<f32>(ROTATION, &[l, g, d, d]),
-        ])
+        ];
+        Ok(specs.into_iter().chain(path).collect())
     }
 
     /// Checks that L is lower triangular with a positive diagonal, and that the directions have length 1.
@@ -269,8 +297,13 @@ impl SectionKind for WpqSection {
         let p: WpqParams = section.params()?;
         let directions = p.directions.map_or("all".to_owned(), |n| n.to_string());
         Ok(format!(
-            "{} bits per key: {} of {} groups of {} words, {directions} directions, at most {} k-means passes, seed {}",
+            "{} bits per key{}: {} of {} groups of {} words, {directions} directions, at most {} k-means passes, seed {}",
             p.bits,
+            if p.center == Center::Path {
+                ", around the path of the mean"
+            } else {
+                ""
+            },
             if p.stages == 1 { "one stage" } else { "two stages" },
             p.groups(),
             p.words,

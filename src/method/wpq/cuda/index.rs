@@ -34,7 +34,14 @@ fn empty<'d>(
 ) -> Result<Wpq<'d>> {
     let quantisers = Quantisers::new(at.driver, heads)?;
     let sizes = quantisers.sizes;
-    let space = shared.of(limits, || WpqWorkspace::new(at.driver, at.shape, limits, sizes))?;
+    let path = heads.first().and_then(|head| head.path());
+    let space = shared.of(limits, || {
+        let space = WpqWorkspace::new(at.driver, at.shape, limits, sizes)?;
+        match path {
+            Some(path) => space.with_paths(path),
+            None => Ok(space),
+        }
+    })?;
     Wpq::new(at.driver, at.shape, limits, quantisers, space)
 }
 

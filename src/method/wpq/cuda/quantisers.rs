@@ -23,6 +23,8 @@ pub struct Sizes {
     pub dim: usize,
     /// Number of words per group: 16 or 256.
     pub words: usize,
+    /// Whether codes describe the keys around the path of their mean.
+    pub(super) has_path: bool,
     /// Number of bytes that every step reads: [`HeadCodebook::bytes`].
     pub(super) bytes: usize,
 }
@@ -36,6 +38,7 @@ impl Sizes {
             groups: head.groups(),
             dim,
             words,
+            has_path: head.path().is_some(),
             bytes: head.bytes(),
         }
     }
@@ -87,6 +90,9 @@ pub struct Quantisers<'d> {
     pub(super) query_maps: Buffer<'d, f16>,
     /// The means of the keys, `[g,d]`.
     pub(super) means: Buffer<'d, f32>,
+    /// The mean before rotation at the positions of the first arc, `[g,d,ARC]`, if codes describe the keys around its
+    /// path.
+    pub(super) arcs: Option<Buffer<'d, f32>>,
     /// The words, `[g,stages,m,dim,words]`.
     pub(super) words: Buffer<'d, f16>,
     /// Half of the squared norm of each word, `[g,stages,m,words]`.
@@ -123,8 +129,17 @@ impl<'d> Quantisers<'d> {
             .iter()
             .flat_map(|head| head.query_map().t().mapv(f16::from_f32))
             .collect();
+        let arcs: Vec<f32> = heads
+            .iter()
+            .filter_map(|head| head.path())
+            .flat_map(|path| path.arc().t().iter().copied().collect::<Vec<_>>())
+            .collect();
+        let arcs = sizes
+            .has_path
+            .then(|| Buffer::of(driver, "means by position", &arcs));
         Ok(Self {
             sizes,
+            arcs: arcs.transpose()?,
             key_maps: Buffer::of(driver, "key maps", &joined(|head| padded(head.projection())))?,
             query_maps: Buffer::of(driver, "query maps", &of_queries)?,
             means: Buffer::of(driver, "means", &joined(|head| head.mean().to_vec()))?,

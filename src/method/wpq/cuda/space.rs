@@ -9,11 +9,14 @@ use crate::kv::cuda::best::Best;
 use crate::kv::cuda::cache::LayerCache;
 use crate::kv::cuda::{Limits, Positions, SCAN, Shape};
 use crate::method::wpq::choose::REFINED;
+use crate::method::wpq::path::{ARC, MeanPath};
 
 /// Query heads whose table entries lie side by side in `select_wpq.cu`; `LINE` is how many numbers turn a sum of
 /// entries into a score.
 const QUAD: usize = 4;
 const LINE: usize = 5;
+/// Positions per block of `path_scores`.
+const SCORED: usize = 256;
 
 /// The buffers of a step; all layers with the same sliding window share them.
 pub struct WpqWorkspace<'d> {
@@ -30,6 +33,16 @@ pub struct WpqWorkspace<'d> {
     pub(super) best: Best<'d>,
     /// The buffers of the second stage; `None` with one stage.
     pub(super) refined: Option<Refined<'d>>,
+    /// The scores of the mean's path; `None` unless codes describe the keys around it.
+    pub(super) paths: Option<Paths<'d>>,
+}
+
+/// The scores of the mean's path.
+pub(super) struct Paths<'d> {
+    /// The rotation to the start of each arc, `[arcs,d]`.
+    pub turns: Buffer<'d, f32>,
+    /// The score at every candidate, `[b,h,capacity]`.
+    pub scores: Buffer<'d, f32>,
 }
 
 /// The keys of a KV head that the second stage scored.
@@ -86,7 +99,49 @@ impl<'d> WpqWorkspace<'d> {
             totals: Buffer::new(driver, "sums of weights", h * 2)?,
             best: Best::new(driver, shape, listed)?,
             refined,
+            paths: None,
         })
+    }
+
+    /// Adds the buffers for codes of keys around a path like this one: any path of the model's.
+    ///
+    /// # Errors
+    /// Out of memory.
+    pub fn with_paths(self, path: &MeanPath) -> Result<Self> {
+        let (driver, shape) = (self.driver, self.best.shape);
+        // A block scores whole arcs.
+        let arcs = shape.capacity.div_ceil(SCORED) * (SCORED / ARC);
+        let paths = Paths {
+            turns: Buffer::of(driver, "rotations", &path.turns(arcs))?,
+            scores: Buffer::new(driver, "scores of means", shape.query_heads() * shape.capacity)?,
+        };
+        Ok(Self {
+            paths: Some(paths),
+            ..self
+        })
+    }
+
+    /// Scores the path of the mean, from its positions on the first arc, for the queries of a step.
+    pub(super) fn score_paths(
+        &self,
+        paths: &Paths<'d>,
+        arcs: &Buffer<'_, f32>,
+        queries: &Buffer<'_, f32>,
+        positions: &Positions<'_>,
+    ) -> Result<()> {
+        let shape = &self.best.shape;
+        kernels::PathScores {
+            queries: queries.ptr(),
+            arcs: arcs.ptr(),
+            turns: paths.turns.ptr(),
+            spans: positions.spans.ptr(),
+            paths: paths.scores.ptr(),
+            scale: shape.exponent(),
+            r: shape.group,
+            d: shape.head_dim,
+            capacity: shape.capacity,
+        }
+        .launch(self.driver, shape.grid(shape.capacity.div_ceil(SCORED)))
     }
 
     /// Computes the softmax of the static set alone, into part 0.
