@@ -67,7 +67,7 @@ pub struct LayerArgs {
     /// of it
     #[arg(long, value_name = "N", default_value = "2", value_parser = PossibleValuesParser::new(["1", "2"]))]
     wpq_stages: String,
-    /// What the codes of method wpq describe the keys around
+    /// What method wpq subtracts from the keys before it encodes them
     #[arg(long, value_enum, default_value_t)]
     wpq_center: Center,
 }
