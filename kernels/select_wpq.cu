@@ -172,15 +172,16 @@ DEVICE void build_tables(TABLE_PARAMETERS) {
 KERNEL(256, 2, word_tables_16, TABLE_PARAMETERS) { build_tables<RoundedTables>(TABLE_ARGUMENTS); }
 KERNEL(256, 2, word_tables_256, TABLE_PARAMETERS) { build_tables<ExactTables>(TABLE_ARGUMENTS); }
 
-// Scores the mean's path at every candidate for queries `[b,h,d]`: paths `[b,h,capacity]`. A block covers PATH_ARCS arcs,
-// and a thread one position.
+// Scores the mean's path at every candidate for queries `[b,h,d]`: paths `[b,g,ceil(r/4),capacity,4]`, whose last axis has
+// the scores of four query heads side by side, and zeros beyond the last. A block covers PATH_ARCS arcs, and a thread one
+// position.
 constexpr u32 PATH_ARCS = 256 / ARC;
 KERNEL(256, 2, path_scores, const float* queries, const float* arcs, const float* turns, const u32* spans, float* paths,
        float scale, u32 r, u32 d, u32 capacity) {
     SHARED(float, turned, PATH_ARCS * QUAD * KEY_CHANNELS);
     u32 at = blockIdx.z * gridDim.y + blockIdx.y, start = blockIdx.x * 256, half = d / 2;
     const u32* span = spans + 4 * blockIdx.z;
-    u32 from = span[0] + span[1], to = span[2], p = start + threadIdx.x;
+    u32 from = span[0] + span[1], to = span[2], p = start + threadIdx.x, quads = (r + QUAD - 1) / QUAD;
     if (start >= to || start + 256 <= from) return;
     const float *arc = arcs + (u64)blockIdx.y * d * ARC + threadIdx.x % ARC, *own = turned + threadIdx.x / ARC * QUAD * d;
     for (u32 first = 0; first < r; first += QUAD) {
@@ -204,21 +205,21 @@ UNROLL
             }
         }
         if (p < from || p >= to) continue;
-UNROLL
-        for (u32 e = 0; e < QUAD; e++) {
-            if (e < count) paths[((u64)at * r + first + e) * capacity + p] = sums[e];
-        }
+        ((float4*)paths)[((u64)at * quads + first / QUAD) * capacity + p] = {sums[0], sums[1], sums[2], sums[3]};
     }
 }
 
-// Adds the scores of the mean's path at position p to the scores of four query heads, from `first` on; paths are null
-// without a path.
-DEVICE void add_path(float (&scores)[QUAD], OPTIONAL const float* paths, u32 at, u32 first, u32 r, u32 capacity, u32 p) {
-    if (!paths) return;
-UNROLL
-    for (u32 e = 0; e < QUAD; e++) {
-        if (first + e < r) scores[e] += paths[((u64)at * r + first + e) * capacity + p];
-    }
+// Returns the scores of the mean's path for four query heads, from `first` on, `[capacity]`; null without a path.
+DEVICE const float4* path_of(const float* paths, u32 first, u32 r, u32 capacity) {
+    u64 quad = (u64)(blockIdx.z * gridDim.y + blockIdx.y) * ((r + QUAD - 1) / QUAD) + first / QUAD;
+    return paths ? (const float4*)paths + quad * capacity : nullptr;
+}
+
+// Adds the scores of the mean's path at a position to the scores of four query heads.
+DEVICE void add_path(float (&scores)[QUAD], const float4* path, u32 p) {
+    if (!path) return;
+    float4 own = path[p];
+    scores[0] += own.x, scores[1] += own.y, scores[2] += own.z, scores[3] += own.w;
 }
 
 // ---- scans ----
@@ -310,6 +311,7 @@ UNROLL
     for (u32 first = 0; first < r; first += QUAD) {
         load_tables<Tables>(table, tables, first / QUAD, (r + QUAD - 1) / QUAD, groups * Tables::WORDS,
                             stages * groups * Tables::WORDS);
+        const float4* path = path_of(paths, first, r, capacity);
         float held[8][QUAD], top, sum;
 UNROLL
         for (u32 i = 0; i < 8; i++) {
@@ -317,7 +319,7 @@ UNROLL
             bool there = p >= from && p < to;
 UNROLL
             for (u32 e = 0; e < QUAD; e++) held[i][e] = there ? line[(first + e) * LINE] : minus_infinity();
-            if (there) add_path(held[i], paths, at, first, r, capacity, p);
+            if (there) add_path(held[i], path, p);
             add_stage<Tables>(held[i], table, code[i], groups, line + first * LINE, 0);
         }
         block_softmax(held, top, sum);
@@ -378,13 +380,14 @@ UNROLL
     for (u32 first = 0; first < r; first += QUAD) {
         load_tables<Tables>(table, tables, first / QUAD, (r + QUAD - 1) / QUAD, groups * Tables::WORDS,
                             stages * groups * Tables::WORDS);
+        const float4* path = path_of(paths, first, r, capacity);
 UNROLL
         for (u32 i = 0; i < 8; i++) {
             u32 p = start + i * 256 + threadIdx.x;
             float scores[QUAD];
 UNROLL
             for (u32 e = 0; e < QUAD; e++) scores[e] = line[(first + e) * LINE];
-            if (p >= from && p < to) add_path(scores, paths, at, first, r, capacity, p);
+            if (p >= from && p < to) add_path(scores, path, p);
             add_stage<Tables>(scores, table, code[i], groups, line + first * LINE, 0);
 UNROLL
             for (u32 e = 0; e < QUAD; e++) mass[i] += exp2f(scores[e] - tops[first + e]) * inverses[first + e];
@@ -441,13 +444,14 @@ UNROLL
     }
     for (u32 first = 0; first < r; first += QUAD) {
         load_tables<Tables>(table, tables, first / QUAD, quads, all, all);
+        const float4* path = path_of(paths, first, r, capacity);
         float held[8][QUAD], gone[QUAD] = {}, top, sum;
 UNROLL
         for (u32 i = 0; i < 8; i++) {
             u32 j = start + i * 256 + threadIdx.x;
 UNROLL
             for (u32 e = 0; e < QUAD; e++) held[i][e] = j < n ? line[(first + e) * LINE] : minus_infinity();
-            if (j < n) add_path(held[i], paths, at, first, r, capacity, item[i]);
+            if (j < n) add_path(held[i], path, item[i]);
             add_stage<Tables>(held[i], table, code[i] & 0xffffffffu, groups, line + first * LINE, 0);
 UNROLL
             for (u32 e = 0; e < QUAD; e++) {

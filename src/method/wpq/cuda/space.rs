@@ -41,7 +41,7 @@ pub struct WpqWorkspace<'d> {
 pub(super) struct Paths<'d> {
     /// The rotation to the start of each arc, `[arcs,d]`.
     pub turns: Buffer<'d, f32>,
-    /// The score at every candidate, `[b,h,capacity]`.
+    /// The score at every candidate, `[b,g,r / 4,capacity,4]`; zero beyond the last query head.
     pub scores: Buffer<'d, f32>,
 }
 
@@ -113,7 +113,11 @@ impl<'d> WpqWorkspace<'d> {
         let arcs = shape.capacity.div_ceil(SCORED) * (SCORED / ARC);
         let paths = Paths {
             turns: Buffer::of(driver, "rotations", &path.turns(arcs))?,
-            scores: Buffer::new(driver, "scores of means", shape.query_heads() * shape.capacity)?,
+            scores: Buffer::new(
+                driver,
+                "scores of means",
+                shape.heads() * shape.group.div_ceil(QUAD) * QUAD * shape.capacity,
+            )?,
         };
         Ok(Self {
             paths: Some(paths),
