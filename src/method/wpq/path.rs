@@ -5,7 +5,7 @@
 //! need not spend bits on it, because a step computes the score of `R_i m` for every position: `q . R_i m` depends only
 //! on the query and the distance.
 
-use ndarray::{Array1, Array2, ArrayView2, ArrayViewMut2, Axis};
+use ndarray::{Array1, Array2, ArrayView1, ArrayView2, ArrayViewMut2, Axis, s};
 use rayon::prelude::*;
 
 use crate::compute::gemm;
@@ -14,6 +14,8 @@ use crate::model::rope::{Rope, RopeTable};
 
 /// Consecutive positions whose scores are one row of a product.
 pub(super) const ARC: usize = 64;
+/// Arcs that are scored together.
+const ARCS_AT_ONCE: usize = 64;
 /// Rows per task of a subtraction.
 const ROWS: usize = 256;
 
@@ -75,33 +77,32 @@ impl MeanPath {
     }
 
     /// Returns the scores of rotated queries, `[r,d]`, with the mean at `n` positions from `first` on, times `scale`:
-    /// `[r,n]`.
+    /// `[n]` for each query.
     ///
     /// # Numerics
     /// f32. A query is turned back by one arc after the other; position c + j then scores as position j of the first arc,
     /// because `q . R_{c+j} m = (R_{-c} q) . R_j m`.
-    pub fn scores(&self, q_rope: ArrayView2<f32>, first: usize, n: usize, scale: f32) -> Array2<f32> {
-        let (r, d) = q_rope.dim();
-        let arcs = n.div_ceil(ARC);
-        let mut turned = Array2::zeros((r * arcs, d));
+    pub fn scores(&self, q_rope: ArrayView2<f32>, first: usize, n: usize, scale: f32) -> Vec<Vec<f32>> {
         let start = self.rope.turns(first);
-        for (a, query) in q_rope.rows().into_iter().enumerate() {
+        // Some arcs at a time, so that the turned queries stay in the processor's cache.
+        let mut turned = Array2::zeros((ARCS_AT_ONCE, self.mean.len()));
+        let of = |query: ArrayView1<f32>| {
             let mut query: Vec<f32> = query.iter().map(|x| x * scale).collect();
             start.rotate_back(&mut query, 0);
-            for arc in 0..arcs {
-                let mut row = turned.row_mut(a * arcs + arc);
-                row.iter_mut().zip(&query).for_each(|(to, x)| *to = *x);
-                self.stride.rotate_back(&mut query, 0);
+            let mut scores = Array2::zeros((n.div_ceil(ARC), ARC));
+            for scores in scores.axis_chunks_iter_mut(Axis(0), ARCS_AT_ONCE) {
+                let mut turned = turned.slice_mut(s![..scores.nrows(), ..]);
+                for mut row in turned.rows_mut() {
+                    elements_mut(&mut row).copy_from_slice(&query);
+                    self.stride.rotate_back(&mut query, 0);
+                }
+                gemm(scores, false, turned.view(), self.arc.t());
             }
-        }
-        let mut scores = Array2::zeros((r * arcs, ARC));
-        gemm(scores.view_mut(), false, turned.view(), self.arc.t());
-        let mut out = Array2::zeros((r, n));
-        for (a, mut row) in out.rows_mut().into_iter().enumerate() {
-            let own = scores.rows().into_iter().skip(a * arcs).take(arcs);
-            row.iter_mut().zip(own.flatten()).for_each(|(to, x)| *to = *x);
-        }
-        out
+            let (mut scores, _) = scores.into_raw_vec_and_offset();
+            scores.truncate(n);
+            scores
+        };
+        q_rope.rows().into_iter().map(of).collect()
     }
 }
 
@@ -121,14 +122,15 @@ mod tests {
     fn a_step_scores_what_encoding_subtracts() {
         let (d, r) = (16, 3);
         let mut largest = 0.0f32;
-        for (first, n) in [(0, 1), (4, 64), (5, 300), (1000, 129)] {
+        for (first, n) in [(0, 1), (4, 64), (5, 300), (1000, 129), (7, 5000)] {
             let path = MeanPath::new(values(d, 1).into(), &rope(d));
             let queries = Array2::from_shape_vec((r, d), values(r * d, 2)).unwrap();
             let mut subtracted = Array2::zeros((n, d));
             path.subtract(subtracted.view_mut(), first);
             let expected = -queries.dot(&subtracted.t()) * 0.25;
             let scores = path.scores(queries.view(), first, n, 0.25);
-            for (score, expected) in scores.iter().zip(&expected) {
+            assert!(scores.iter().all(|scores| scores.len() == n));
+            for (score, expected) in scores.iter().flatten().zip(&expected) {
                 // An angle at position 1,000 is rounded to 6e-5 in f32.
                 assert!((score - expected).abs() < 1e-3, "{first} {n}: {score} {expected}");
             }

@@ -1,7 +1,5 @@
 //! Estimated scores of keys: sums of table entries over the numbers of a code.
 
-use ndarray::Array2;
-
 use crate::compute::signs::{self, PATTERNS};
 use crate::compute::simd;
 
@@ -16,8 +14,8 @@ const CHUNK: usize = 4096;
 pub(super) struct WordScores {
     /// The score of the mean key, `[r]`.
     pub mean: Vec<f32>,
-    /// The score of the mean's path at each candidate, `[r,n]`, if codes describe the keys around it.
-    pub path: Option<Array2<f32>>,
+    /// The score of the mean's path at each candidate, `[n]` for each query head, if codes describe the keys around it.
+    pub path: Option<Vec<Vec<f32>>>,
     /// The scores of the words, by stage and query head.
     pub stages: Vec<Vec<WordTable>>,
 }
@@ -161,7 +159,7 @@ impl WordScores {
         out.clear();
         out.resize(n, self.mean[a]);
         if let Some(path) = &self.path {
-            let path = path.row(a);
+            let path = &path[a];
             match places {
                 Places::All(_) => out.iter_mut().zip(path).for_each(|(x, path)| *x += path),
                 Places::These(places) => {
