@@ -77,7 +77,8 @@ DEVICE float mean_at(const float* arcs, const float* turns, u32 p, u32 c, u32 d)
 // sequence.
 #define ENCODE_PARAMETERS                                                                                       \
     const float *keys, const float *key_maps, const float *means, OPTIONAL const float *arcs,                   \
-        OPTIONAL const float *turns, const u16 *words, const float *norms, const u32 *lens, u8 *codes, u32 stages, u32 groups, u32 dim, u32 n, u32 d, u32 capacity
+        OPTIONAL const float *turns, const u16 *words, const float *norms, const u32 *lens, u8 *codes,          \
+        u32 stages, u32 groups, u32 dim, u32 n, u32 d, u32 capacity
 template <u32 WORDS>
 DEVICE void encode_keys(ENCODE_PARAMETERS) {
     SHARED(float, x, ENCODED * KEY_CHANNELS);

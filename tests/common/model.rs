@@ -48,6 +48,22 @@ pub fn plain_rope(d: usize) -> Rope {
     Rope::new(&config, d)
 }
 
+/// A vector rotated to a position by [`plain_rope`], and how far each channel of it may be off in f32. An angle in f32 is
+/// off by its size times 2^-24, at most the position times that, and every turn by 64 positions adds a rounding.
+pub fn rotated_to(vector: &[f64], position: usize) -> (Vec<f64>, Vec<f64>) {
+    let d = vector.len();
+    let (mut out, mut bounds) = (vec![0.0; d], vec![0.0; d]);
+    for i in 0..d / 2 {
+        let angle = position as f64 * f64::from(1e4f64.powf(-2.0 * i as f64 / d as f64) as f32);
+        let (low, high) = (vector[i], vector[i + d / 2]);
+        out[i] = low * angle.cos() - high * angle.sin();
+        out[i + d / 2] = high * angle.cos() + low * angle.sin();
+        let bound = (2 * position + 16) as f64 / f64::from(1u32 << 24) * low.hypot(high);
+        (bounds[i], bounds[i + d / 2]) = (bound, bound);
+    }
+    (out, bounds)
+}
+
 /// States of one layer along a document, `[heads,n,d]`.
 pub struct Captured {
     pub q_pre: Array3<f32>,

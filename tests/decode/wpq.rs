@@ -19,7 +19,7 @@ use rand_chacha::ChaCha8Rng;
 
 use super::cases::{self, Batch, Rows, UNIT, best, matrix, normal, normals, twice, upload};
 use super::held::packed_layer;
-use crate::common::plain_rope;
+use crate::common::{plain_rope, rotated_to};
 
 /// Keys that are encoded together with the first ones of a prompt: the others are a second chunk.
 const SECOND_CHUNK: usize = 7;
@@ -162,16 +162,7 @@ impl Quantiser {
         let Some(mean) = &self.mean_pre else {
             return (vec![0.0; d], vec![0.0; d]);
         };
-        let (mut path, mut bounds) = (vec![0.0; d], vec![0.0; d]);
-        for i in 0..d / 2 {
-            let angle = position as f64 * f64::from(1e4f64.powf(-2.0 * i as f64 / d as f64) as f32);
-            let (low, high) = (mean[i], mean[i + d / 2]);
-            path[i] = low * angle.cos() - high * angle.sin();
-            path[i + d / 2] = high * angle.cos() + low * angle.sin();
-            let bound = (2 * position + 16) as f64 * UNIT * low.hypot(high);
-            (bounds[i], bounds[i + d / 2]) = (bound, bound);
-        }
-        (path, bounds)
+        rotated_to(mean, position)
     }
 
     /// The score of a query with the path at a position, and how far it may be off in f32.

@@ -9,8 +9,8 @@ use ndarray::{Array1, Array2, Array4};
 
 use super::head::{cases, wide};
 use super::*;
-use crate::common::plain_rope;
 use crate::common::random::noise;
+use crate::common::{plain_rope, rotated_to};
 
 /// A quantiser: one word per group and stage.
 pub struct NaiveWpq {
@@ -48,35 +48,33 @@ impl NaiveWpq {
         (0..dim).map(at).collect()
     }
 
-    /// The mean before rotation, rotated to a position; zero if its path is not subtracted.
-    fn path(&self, position: usize) -> Vec<f64> {
-        let Some(mean) = &self.mean_pre else {
-            return vec![0.0; self.mean.len()];
-        };
-        let (d, mut out) = (mean.len(), mean.clone());
-        for i in 0..d / 2 {
-            let frequency = 1e4f64.powf(-2.0 * i as f64 / d as f64) as f32;
-            let (sin, cos) = f64::from(position as f32 * frequency).sin_cos();
-            out[i] = mean[i] * cos - mean[i + d / 2] * sin;
-            out[i + d / 2] = mean[i + d / 2] * cos + mean[i] * sin;
-        }
-        out
+    /// The mean before rotation, rotated to a position, and how far each channel may be off in f32; zero if its path is not
+    /// subtracted.
+    fn path(&self, position: usize) -> (Vec<f64>, Vec<f64>) {
+        let zero = vec![0.0; self.mean.len()];
+        let mean = self.mean_pre.as_ref();
+        mean.map_or((zero.clone(), zero), |mean| rotated_to(mean, position))
     }
 
     /// (k - R_i mean_pre - mean) L V of a key at position i, and how far it may be off in f32.
     fn projected(&self, k: &[f64], position: usize) -> (Vec<f64>, f64) {
         let d = k.len();
         let (mut out, mut size) = (vec![0.0; d], vec![0.0; d]);
-        let path = self.path(position);
+        let (path, bounds) = self.path(position);
+        let mut off_path = vec![0.0; d];
         for (c, ((k, mean), path)) in k.iter().zip(&self.mean).zip(path).enumerate() {
             let x = k - mean - path;
             for i in 0..d {
                 let entry: f64 = (0..d).map(|e| self.chol[c][e] * self.rotation[e][i]).sum();
                 out[i] += x * entry;
-                size[i] += (k.abs() + mean.abs() + 2.0 * path.abs()) * entry.abs();
+                size[i] += (k.abs() + mean.abs() + path.abs()) * entry.abs();
+                off_path[i] += bounds[c] * entry.abs();
             }
         }
-        let off: f64 = size.iter().map(|s| ((d + 8) as f64 * UNIT * s).powi(2)).sum();
+        let off = size.iter().zip(&off_path);
+        let off: f64 = off
+            .map(|(s, path)| ((d + 8) as f64 * UNIT * s + path).powi(2))
+            .sum();
         (out, off.sqrt())
     }
 
@@ -151,9 +149,9 @@ impl NaiveWpq {
 
     /// The estimated score of the key at a position from its codes in some stages.
     fn estimate(&self, q: &[f64], tables: &[Table], codes: &[Vec<usize>], position: usize) -> Estimate {
-        let path = self.path(position);
-        // The program rounds other angles, and turns the query once for every 64 positions.
-        let turned = (8 + position) as f64 * score_bound(q, &path);
+        let (path, bounds) = self.path(position);
+        let turned: f64 = q.iter().zip(&bounds).map(|(q, bound)| q.abs() * bound).sum();
+        let turned = turned / (q.len() as f64).sqrt() + score_bound(q, &path);
         let mut sum = (
             score(q, &self.mean) + score(q, &path),
             score_bound(q, &self.mean) + turned,

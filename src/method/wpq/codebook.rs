@@ -222,9 +222,9 @@ impl HeadCodebook {
         2 * (words + self.query_map.len()) + 4 * (self.mean.len() + path)
     }
 
-    /// Encodes rotated keys, `[n,d]`, of the positions from `first` on. Returns one array `[n,width]` per stage. A code holds the numbers of the nearest
-    /// words in the order of the groups; of two 4-bit numbers in a byte, the first is in the low bits. The lowest
-    /// number wins a tie.
+    /// Encodes rotated keys, `[n,d]`, of the positions from `first` on. Returns one array `[n,width]` per stage. A code
+    /// holds the numbers of the nearest words in the order of the groups; of two 4-bit numbers in a byte, the first is in
+    /// the low bits. The lowest number wins a tie.
     pub fn encode(&self, k_rope: ArrayView2<f32>, first: usize) -> Vec<Vec<u8>> {
         let rows = k_rope.axis_chunks_iter(Axis(0), ROWS).into_par_iter().enumerate();
         let chunks: Vec<Vec<Vec<u8>>> = rows
