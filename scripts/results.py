@@ -40,8 +40,8 @@ about three hours of processor time, 100 minutes on two cores. The numbers behin
 Unless a table or claim says otherwise, the methods run with their defaults (`a2ats` with 1,024 codewords), the caches are
 in bf16, and all methods use one artifact, calibrated on 32,768 tokens of the calibration texts and 8,192 tokens of random
 UUIDs. By default, a paper's method uses the parameters of its paper ([methods.md](methods.md)). Rows with a word in
-parentheses are other forms of a method: *buckets* is `--positions buckets`, *all directions* is `--wpq-directions all`, and
-*no bypass* is `--lfps-theta 1`.
+parentheses are other forms of a method: *buckets* is `--positions buckets`, *all directions* is `--wpq-directions all`,
+*mean* is `--wpq-center mean`, and *no bypass* is `--lfps-theta 1`.
 
 How to read the tables:
 
@@ -83,7 +83,7 @@ of right answers in each.
 
 """
 
-FORMS = {"a2ats-windowed-buckets": "buckets", "wpq-all": "all directions", "--lfps-theta 1": "no bypass"}
+FORMS = {"a2ats-windowed-buckets": "buckets", "wpq-all": "all directions", "wpq-mean": "mean", "--lfps-theta 1": "no bypass"}
 
 
 class Results(Lab):
@@ -118,7 +118,11 @@ class Results(Lab):
 
     def forms(self):
         """Fit the other forms of two sections that are measured beside the defaults."""
-        return [self.codebook("windowed-buckets", ["--positions", "buckets"]), self.section("wpq-all", "wpq", ["--wpq-directions", "all"])]
+        return [
+            self.codebook("windowed-buckets", ["--positions", "buckets"]),
+            self.section("wpq-all", "wpq", ["--wpq-directions", "all"]),
+            self.section("wpq-mean", "wpq", ["--wpq-center", "mean"]),
+        ]
 
     def texts(self):
         """Evaluate every method at two shares of the bytes."""
@@ -243,8 +247,10 @@ def claims(text, long, ablations):
         ("calibrated priors of `lfps` lose less than no priors", full[1], of("lfps", "--lfps-prior 0")),
         ("eight buckets of distances lose less than the one distance of windowed RoPE (`a2ats`, `--positions buckets`)", codebook("windowed", "buckets"), both),
         ("`wpq` loses less than `selfindex` at 10 % of the bytes", by_block(long, "wpq", share=0.1), by_block(long, "selfindex", share=0.1)),
-        *[(f"codes of half of the directions lose less than codes of all (`wpq`, {tokens} tokens, {share:.0%} of the bytes)".replace("%", " %"),
-           by_block(where, "wpq", share=share), by_block(where, "wpq", "wpq-all", share))
+        *[(f"{words} (`wpq`, {tokens} tokens, {share:.0%} of the bytes)".replace("%", " %"),
+           by_block(where, "wpq", share=share), by_block(where, "wpq", other, share))
+          for words, other in (("codes around the path of the mean lose less than codes around the mean", "wpq-mean"),
+                               ("codes of half of the directions lose less than codes of all", "wpq-all"))
           for where, tokens, share in ((text, "3,072", 0.1), (text, "3,072", 0.2), (long, "8,192", 0.05), (long, "8,192", 0.1))],
         ("`wpq` with 32 bits per key loses less than `selfindex` with 64 bits, at equal budgets", of("wpq", artifact="wpq-32"), full[0]),
         ("`wpq` loses less than `topk`, the exact choice, at equal budgets", of("wpq"), of("topk")),

@@ -92,16 +92,14 @@ fn bytes_are_what_a_step_reads() {
     // both in half precision, and the mean.
     let words = 2 * 16 * 32 * 2 + 64 * 32 * 2 + 64 * 4;
     let codes = 2 * (4 * (932 + 400) + words);
+    assert_eq!(bytes("retrieve --methods wpq --wpq-center mean"), [codes]);
+    // By default also the mean before rotation.
+    let codes = codes + 2 * 64 * 4;
     assert_eq!(bytes("retrieve --methods wpq"), [codes]);
     // In one stage, eight bytes of each candidate.
-    let wide = 256 * 32 * 2 + 64 * 32 * 2 + 64 * 4;
+    let wide = 256 * 32 * 2 + 64 * 32 * 2 + 2 * 64 * 4;
     let one_stage = "retrieve --methods wpq --wpq-stages 1 --wpq-words 256";
     assert_eq!(bytes(one_stage), [2 * (8 * 932 + wide)]);
-    // The mean before rotation.
-    assert_eq!(
-        bytes("retrieve --methods wpq --wpq-center path"),
-        [codes + 2 * 64 * 4]
-    );
     assert_eq!(bytes("attend --methods wpq"), [codes + attended]);
     // The oracle reads every key, and the values of what it attends.
     let keys = 2 * 1000 * 64 * 2;

@@ -85,7 +85,7 @@ fn product_quantisers_of_every_size() {
         ("--wpq-bits 64 --wpq-stages 2 --wpq-words 256", 4),
         ("--wpq-bits 64 --wpq-stages 1", 16),
         ("--wpq-directions 7", 8),
-        ("--wpq-center path", 8),
+        ("--wpq-center mean", 8),
     ] {
         let art = scratch.make("art", &format!("calibrate {input} {options}"));
         let params = &Artifact::open(Path::new(&art), SECTIONS)

@@ -58,7 +58,7 @@ impl Default for CodeForm {
         Self {
             stages: 2,
             words: 16,
-            has_path: false,
+            has_path: true,
         }
     }
 }

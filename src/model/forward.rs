@@ -205,8 +205,8 @@ impl Forward for CpuForward<'_> {
             layer.finish(hidden.view_mut(), attended.view());
             self.decoder.check_finite(layer, hidden.view())?;
         }
-        let rows = hidden.rows().into_iter();
-        rows.map(|row| self.decoder.logits(row)).collect()
+        let logits = self.decoder.logits_of(hidden.view())?;
+        Ok(logits.outer_iter().map(|row| row.to_owned()).collect())
     }
 }
 

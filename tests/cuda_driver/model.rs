@@ -232,7 +232,7 @@ pub fn chat(driver: &Path) {
         driver,
         &format!(
             "calibrate -q --model calib-data/model --text calib-data/text.txt --max-tokens 256 --uuid-tokens 0 --size 8 \
-             --wrope-position 64 --wpq-center path --wpq-iterations 2 --no-verdict --device cpu -o {at}/path.safetensors"
+             --wrope-position 64 --wpq-center mean --wpq-iterations 2 --no-verdict --device cpu -o {at}/mean.safetensors"
         ),
     )
     .ok();
@@ -240,7 +240,7 @@ pub fn chat(driver: &Path) {
     let with = methods
         .map(|method| (method, "a"))
         .into_iter()
-        .chain([("wpq", "path")]);
+        .chain([("wpq", "mean")]);
     for (method, artifact) in with {
         let run = |device: &str| {
             json(

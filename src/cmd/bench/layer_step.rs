@@ -68,7 +68,7 @@ pub struct LayerArgs {
     #[arg(long, value_name = "N", default_value = "2", value_parser = PossibleValuesParser::new(["1", "2"]))]
     wpq_stages: String,
     /// What method wpq subtracts from the keys before it encodes them
-    #[arg(long, value_enum, default_value_t)]
+    #[arg(long, value_enum, default_value_t = Center::Path)]
     wpq_center: Center,
 }
 

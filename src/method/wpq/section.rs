@@ -38,7 +38,7 @@ const WIDE: usize = 64;
 /// The value of `--wpq-bits` that leaves the section out.
 const NONE: &str = "none";
 
-/// What is subtracted from rotated keys before they are encoded.
+/// What is subtracted from rotated keys before they are encoded. Manifests name it unless it is the mean.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize, clap::ValueEnum)]
 #[serde(rename_all = "kebab-case")]
 pub enum Center {
@@ -142,7 +142,7 @@ struct WpqFlags {
     #[arg(long, value_name = "N", value_parser = parse_count_or_all)]
     wpq_directions: Option<usize>,
     /// What wpq subtracts from the rotated keys before it encodes them
-    #[arg(long, value_enum, default_value_t)]
+    #[arg(long, value_enum, default_value_t = Center::Path)]
     wpq_center: Center,
 }
 

@@ -205,11 +205,11 @@ impl Layerwise<'_> {
             interrupt::check()?;
             let at = passage.first() + step;
             let of = |v: usize| own.row(v * passage.steps + step);
-            let rows = (0..reports.len()).map(of);
-            let logits: Vec<Array1<f32>> = std::iter::once(full.row(at))
-                .chain(rows)
-                .map(|row| self.decoder().logits(row))
-                .collect::<Result<_>>()?;
+            let rows: Vec<_> = std::iter::once(full.row(at))
+                .chain((0..reports.len()).map(of))
+                .collect();
+            let logits = self.decoder().logits_of(ndarray::stack(Axis(0), &rows)?.view())?;
+            let logits: Vec<Array1<f32>> = logits.outer_iter().map(|row| row.to_owned()).collect();
             let next = passage.ids.get(at + 1).map(|id| *id as usize);
             for (report, loss) in reports.iter_mut().zip(losses(&logits, [0, step], next)) {
                 report.add_loss(loss);

@@ -219,10 +219,12 @@ impl HeadTrajectories {
         let visible: Vec<u32> = input.set.visible().map(|p| p as u32).collect();
         let (keys, values) = (self.exact.keys(), self.exact.values());
         let q = token.q_rope.view();
-        let (weights, _) = attention::decode_with_weights(q, keys, values, &visible, full.view_mut());
-        let full = full.to_owned();
         let mut metrics = Vec::new();
-        if !self.shadows.is_empty() {
+        if self.shadows.is_empty() {
+            attention::decode(q, keys, values, &visible, full);
+        } else {
+            let (weights, _) = attention::decode_with_weights(q, keys, values, &visible, full.view_mut());
+            let full = full.to_owned();
             let judge = Judge::new(input.set, weights.view(), full.view());
             let kv = self.stored.as_ref().unwrap_or(&self.exact);
             for (shadow, variant) in self.shadows.iter_mut().zip(input.variants) {
