@@ -1,7 +1,7 @@
-"""Compares two artifacts of one dump, made with `kvsmith wpq` with and without `--wpq-center path`.
+"""Compares two artifacts of one dump, made with `kvsmith wpq` with and without `--wpq-center mean`.
 
-    kvsmith wpq --dump DUMP -o mean.safetensors
-    kvsmith wpq --dump DUMP --wpq-center path -o path.safetensors
+    kvsmith wpq --dump DUMP --wpq-center mean -o mean.safetensors
+    kvsmith wpq --dump DUMP -o path.safetensors
     python benches/wpq_center.py mean.safetensors path.safetensors
 
 Prints the share of the keys' variance that the path of their mean makes up, in the metric of the queries, and the error of

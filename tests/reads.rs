@@ -72,8 +72,8 @@ fn index_bytes(method: &str, kv: &str, sizes: &Sizes, [start, n, seen, chosen]: 
         "a2ats" => 2 * 8 * d + 2 * n,
         // The signs, and 16 centroids for every 4 channels.
         "selfindex" => seen * d / 8 + 16 * 4 * d,
-        // Twice 8 groups of 16 words, the map of the query and the mean; 4 bytes per candidate, and as many per refined one.
-        "wpq" => 4 * (n + n.min(4 * chosen)) + (2 * 2 * 16 + 2 * d) * 8 * d.div_ceil(8) + 4 * d,
+        // Twice 8 groups of 16 words, the map of the query and both means; 4 bytes per candidate, and as many per refined one.
+        "wpq" => 4 * (n + n.min(4 * chosen)) + (2 * 2 * 16 + 2 * d) * 8 * d.div_ceil(8) + 8 * d,
         "lfps" => r * 2 * 4 * seen.div_ceil(16),
         _ => return None,
     })

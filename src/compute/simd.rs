@@ -65,6 +65,18 @@ fn fold(mut acc: [f32; WIDE]) -> f32 {
     acc[0]
 }
 
+/// Turns each pair of values (a, b) back by an angle, given by its cosine and sine: to (a cos + b sin, b cos - a sin).
+#[multiversion(targets("x86_64+avx512f+avx512vl", "x86_64+avx2", "aarch64+neon"))]
+pub fn turn(cos: &[f32], sin: &[f32], a: &mut [f32], b: &mut [f32]) {
+    let n = a.len();
+    assert!([cos.len(), sin.len(), b.len()] == [n; 3], "values of pairs");
+    for i in 0..n {
+        let (x, y) = (a[i], b[i]);
+        a[i] = x * cos[i] + y * sin[i];
+        b[i] = y * cos[i] - x * sin[i];
+    }
+}
+
 /// Returns the sum of the values, in f64.
 #[multiversion(targets("x86_64+avx512f+avx512vl", "x86_64+avx2", "aarch64+neon"))]
 pub fn sum(x: &[f32]) -> f64 {

@@ -30,6 +30,16 @@ impl Rope {
         2 * self.inv_freq.len()
     }
 
+    /// Returns the angular frequency of each pair of channels, in radians per position.
+    pub fn frequencies(&self) -> &[f32] {
+        &self.inv_freq
+    }
+
+    /// Returns the factor on cos and sin.
+    pub fn attention_factor(&self) -> f32 {
+        self.attention_factor
+    }
+
     /// Computes the frequencies for heads of `head_dim` channels.
     ///
     /// # Source
@@ -177,18 +187,6 @@ impl RopeTable {
             let (a, b) = (lo[i], hi[i]);
             lo[i] = a * cos[i] - b * sin[i];
             hi[i] = b * cos[i] + a * sin[i];
-        }
-    }
-
-    /// Rotates a head vector (d values) in place the other way, by minus the `row`-th position of the table.
-    pub fn rotate_back(&self, x: &mut [f32], row: usize) {
-        let (lo, hi) = x.split_at_mut(self.half);
-        let cos = &self.cos[row * self.half..(row + 1) * self.half];
-        let sin = &self.sin[row * self.half..(row + 1) * self.half];
-        for i in 0..self.half {
-            let (a, b) = (lo[i], hi[i]);
-            lo[i] = a * cos[i] + b * sin[i];
-            hi[i] = b * cos[i] - a * sin[i];
         }
     }
 

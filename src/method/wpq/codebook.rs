@@ -102,21 +102,22 @@ impl HeadCodebooks {
         let square =
             |tensor| -> Result<Array3<f32>> { Ok(Array3::from_shape_vec((n, d, d), section.read(tensor)?)?) };
         let (chol, rotation) = (square(CHOL)?, square(ROTATION)?);
-        let means = match params.center {
-            Center::Mean => None,
-            Center::Path => Some(Array2::from_shape_vec((n, d), section.read(MEAN_PRE)?)?),
+        let paths: Vec<Option<MeanPath>> = match params.center {
+            Center::Mean => (0..n).map(|_| None).collect(),
+            Center::Path => {
+                let means = Array2::from_shape_vec((n, d), section.read(MEAN_PRE)?)?;
+                MeanPath::each(means.view(), rope).into_iter().map(Some).collect()
+            }
         };
-        let head = |i: usize| {
+        let head = |(i, path): (usize, Option<MeanPath>)| {
             let [chol, rotation] = [&chol, &rotation].map(|x| x.index_axis(Axis(0), i));
             let head = HeadCodebook::new(words.index_axis(Axis(0), i), mean.row(i), chol, rotation)?;
-            let path = means
-                .as_ref()
-                .map(|means| MeanPath::new(means.row(i).to_owned(), rope));
             Ok(Arc::new(HeadCodebook { path, ..head }))
         };
+        let heads = paths.into_par_iter().enumerate().map(head);
         Ok(Self {
             n_kv_heads: artifact.sizes.n_kv_heads,
-            heads: (0..n).into_par_iter().map(head).collect::<Result<_>>()?,
+            heads: heads.collect::<Result<_>>()?,
         })
     }
 
@@ -245,18 +246,25 @@ impl HeadCodebook {
     }
 
     /// Scores all words, and the mean at every candidate, for the queries of a step, q_rope `[r,d]`. Scores are divided
-    /// by the square root of d.
+    /// by the square root of d. `paths` is a buffer for the scores of the mean.
     ///
     /// # Numerics
     /// f32.
-    pub(super) fn scores(&self, q_rope: ArrayView2<f32>, candidates: Range<usize>) -> WordScores {
+    pub(super) fn scores<'p>(
+        &self,
+        q_rope: ArrayView2<f32>,
+        candidates: Range<usize>,
+        paths: &'p mut Vec<Vec<f32>>,
+    ) -> WordScores<'p> {
         let scale = 1.0 / (q_rope.ncols() as f32).sqrt();
         let y = product(q_rope, self.query_map.view()) * scale;
         let of = |stage: &Stage| y.outer_iter().map(|y| stage.scores(y)).collect();
-        let at = |path: &MeanPath| path.scores(q_rope, candidates.start, candidates.len(), scale);
+        if let Some(path) = &self.path {
+            path.scores(q_rope, candidates.start, candidates.len(), scale, paths);
+        }
         WordScores {
             mean: (q_rope.dot(&self.mean) * scale).to_vec(),
-            path: self.path.as_ref().map(at),
+            path: self.path.is_some().then_some(&paths[..]),
             stages: self.stages.iter().map(of).collect(),
         }
     }

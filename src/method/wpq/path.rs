@@ -5,16 +5,16 @@
 //! need not spend bits on it, because a step computes the score of `R_i m` for every position: `q . R_i m` depends only
 //! on the query and the distance.
 
-use ndarray::{Array1, Array2, ArrayView1, ArrayView2, ArrayViewMut2, Axis, s};
+use std::sync::Arc;
 
-use crate::compute::gemm;
+use ndarray::{Array1, Array2, ArrayView1, ArrayView2, ArrayViewMut2};
+
+use super::waves::Waves;
 use crate::compute::layout::elements_mut;
-use crate::model::rope::{Rope, RopeTable};
+use crate::model::rope::Rope;
 
-/// Consecutive positions whose scores are one row of a product.
+/// Consecutive positions for which rotated means are stored; those of later positions are rotated further.
 pub(super) const ARC: usize = 64;
-/// Arcs that are scored together.
-const ARCS_AT_ONCE: usize = 64;
 
 /// The path of the mean of one KV head.
 pub struct MeanPath {
@@ -22,13 +22,24 @@ pub struct MeanPath {
     rope: Rope,
     /// The mean at the first [`ARC`] positions, `[ARC,d]`.
     arc: Array2<f32>,
-    /// The rotation by [`ARC`] positions.
-    stride: RopeTable,
+    /// The waves of the rotation.
+    waves: Arc<Waves>,
 }
 
 impl MeanPath {
     /// Makes the path of a mean, `[d]`.
     pub fn new(mean: Array1<f32>, rope: &Rope) -> Self {
+        Self::with(mean, rope, &Arc::new(Waves::new(rope)))
+    }
+
+    /// Makes the paths of several means, `[n,d]`.
+    pub(super) fn each(means: ArrayView2<f32>, rope: &Rope) -> Vec<Self> {
+        let waves = Arc::new(Waves::new(rope));
+        let path = |mean: ArrayView1<f32>| Self::with(mean.to_owned(), rope, &waves);
+        means.rows().into_iter().map(path).collect()
+    }
+
+    fn with(mean: Array1<f32>, rope: &Rope, waves: &Arc<Waves>) -> Self {
         let mut arc = Array2::zeros((ARC, mean.len()));
         let table = rope.table(0..ARC);
         for (position, mut row) in arc.rows_mut().into_iter().enumerate() {
@@ -39,7 +50,7 @@ impl MeanPath {
             mean,
             rope: rope.clone(),
             arc,
-            stride: rope.turns(ARC),
+            waves: Arc::clone(waves),
         }
     }
 
@@ -62,7 +73,7 @@ impl MeanPath {
     /// Subtracts from rotated keys, `[n,d]`, the mean at their positions, of which `first` is the first.
     ///
     /// # Numerics
-    /// f32. The mean at position c + j is `R_c (R_j m)`, as [`Self::scores`] has it.
+    /// f32. The mean at position c + j is `R_c (R_j m)`.
     pub fn subtract(&self, mut keys: ArrayViewMut2<f32>, first: usize) {
         let mut turn = None;
         for (i, mut key) in keys.rows_mut().into_iter().enumerate() {
@@ -77,33 +88,24 @@ impl MeanPath {
         }
     }
 
-    /// Returns the scores of rotated queries, `[r,d]`, with the mean at `n` positions from `first` on, times `scale`:
-    /// `[n]` for each query.
+    /// Computes the scores of rotated queries, `[r,d]`, with the mean at `n` positions from `first` on, times `scale`:
+    /// `[n]` for each query, in place of what `out` holds.
     ///
     /// # Numerics
-    /// f32. A query is turned back by one arc after the other; position c + j then scores as position j of the first arc,
-    /// because `q . R_{c+j} m = (R_{-c} q) . R_j m`.
-    pub fn scores(&self, q_rope: ArrayView2<f32>, first: usize, n: usize, scale: f32) -> Vec<Vec<f32>> {
-        let start = self.rope.turns(first);
-        // Some arcs at a time, so that the turned queries stay in the processor's cache.
-        let mut turned = Array2::zeros((ARCS_AT_ONCE, self.mean.len()));
-        let of = |query: ArrayView1<f32>| {
-            let mut query: Vec<f32> = query.iter().map(|x| x * scale).collect();
-            start.rotate_back(&mut query, 0);
-            let mut scores = Array2::zeros((n.div_ceil(ARC), ARC));
-            for scores in scores.axis_chunks_iter_mut(Axis(0), ARCS_AT_ONCE) {
-                let mut turned = turned.slice_mut(s![..scores.nrows(), ..]);
-                for mut row in turned.rows_mut() {
-                    elements_mut(&mut row).copy_from_slice(&query);
-                    self.stride.rotate_back(&mut query, 0);
-                }
-                gemm(scores, false, turned.view(), self.arc.t());
-            }
-            let (mut scores, _) = scores.into_raw_vec_and_offset();
-            scores.truncate(n);
-            scores
-        };
-        q_rope.rows().into_iter().map(of).collect()
+    /// f32.
+    pub fn scores(
+        &self,
+        q_rope: ArrayView2<f32>,
+        first: usize,
+        n: usize,
+        scale: f32,
+        out: &mut Vec<Vec<f32>>,
+    ) {
+        out.resize_with(q_rope.nrows(), Vec::new);
+        for (query, out) in q_rope.rows().into_iter().zip(out) {
+            let query: Vec<f32> = query.iter().map(|x| x * scale).collect();
+            self.waves.scores(&query, self.mean.view(), first, n, out);
+        }
     }
 }
 
@@ -122,14 +124,14 @@ mod tests {
     #[test]
     fn a_step_scores_what_encoding_subtracts() {
         let (d, r) = (16, 3);
-        let mut largest = 0.0f32;
+        let (mut largest, mut scores) = (0.0f32, Vec::new());
         for (first, n) in [(0, 1), (4, 64), (5, 300), (1000, 129), (7, 5000)] {
             let path = MeanPath::new(values(d, 1).into(), &rope(d));
             let queries = Array2::from_shape_vec((r, d), values(r * d, 2)).unwrap();
             let mut subtracted = Array2::zeros((n, d));
             path.subtract(subtracted.view_mut(), first);
             let expected = -queries.dot(&subtracted.t()) * 0.25;
-            let scores = path.scores(queries.view(), first, n, 0.25);
+            path.scores(queries.view(), first, n, 0.25, &mut scores);
             assert!(scores.iter().all(|scores| scores.len() == n));
             for (score, expected) in scores.iter().flatten().zip(&expected) {
                 // An angle at position 1,000 is rounded to 6e-5 in f32.

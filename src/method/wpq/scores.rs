@@ -11,11 +11,11 @@ const LEVELS: usize = 1 << 16;
 const CHUNK: usize = 4096;
 
 /// The scores of all words for the queries of one step.
-pub(super) struct WordScores {
+pub(super) struct WordScores<'p> {
     /// The score of the mean key, `[r]`.
     pub mean: Vec<f32>,
     /// The score of the mean's path at each candidate, `[n]` for each query head, if codes describe the keys around it.
-    pub path: Option<Vec<Vec<f32>>>,
+    pub path: Option<&'p [Vec<f32>]>,
     /// The scores of the words, by stage and query head.
     pub stages: Vec<Vec<WordTable>>,
 }
@@ -128,7 +128,7 @@ impl Levels {
     }
 }
 
-impl WordScores {
+impl WordScores<'_> {
     /// Writes the estimated scores of n keys for query head `a` as levels, from the codes of the first stage,
     /// `[n,width]`. Returns false if it cannot: if groups do not have 16 words, or the mean has a path. The scores are
     /// those of [`Self::estimate`].
@@ -155,24 +155,25 @@ impl WordScores {
     /// # Numerics
     /// f32: the mean, its path, then the stages in order.
     pub fn estimate(&self, a: usize, places: Places, codes: &[&[u8]], out: &mut Vec<f32>) {
-        let n = places.len();
+        let (n, mean) = (places.len(), self.mean[a]);
+        let path = self.path.as_ref().map(|path| &path[a]);
         out.clear();
-        out.resize(n, self.mean[a]);
-        if let Some(path) = &self.path {
-            let path = &path[a];
-            match places {
-                Places::All(_) => out.iter_mut().zip(path).for_each(|(x, path)| *x += path),
-                Places::These(places) => {
-                    let own = places.iter().map(|place| path[*place as usize]);
-                    out.iter_mut().zip(own).for_each(|(x, path)| *x += path);
+        for start in (0..n).step_by(CHUNK) {
+            let chunk = start..n.min(start + CHUNK);
+            match (path, places) {
+                (None, _) => out.resize(chunk.end, mean),
+                (Some(path), Places::All(_)) => out.extend(path[chunk.clone()].iter().map(|x| mean + x)),
+                (Some(path), Places::These(places)) => {
+                    let own = places[chunk.clone()].iter().map(|place| path[*place as usize]);
+                    out.extend(own.map(|x| mean + x));
                 }
             }
-        }
-        for (i, out) in out.chunks_mut(CHUNK).enumerate() {
             for (stage, codes) in self.stages.iter().zip(codes) {
                 let width = codes.len() / n;
-                let rows = i * CHUNK * width..(i * CHUNK + out.len()) * width;
-                stage[a].add(&codes[rows], out);
+                stage[a].add(
+                    &codes[chunk.start * width..chunk.end * width],
+                    &mut out[chunk.clone()],
+                );
             }
         }
     }
