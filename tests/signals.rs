@@ -248,14 +248,17 @@ fn one_signal_ends_a_long_prefill() {
 
 #[test]
 fn one_signal_ends_a_benchmark() {
-    for arguments in [
-        "kmeans --device cpu --n 100000 --dim 128 --size 60000",
-        "encode --n 1M --dim 16 --size 65535",
-        "retrieve --device cpu --shapes 1/1x32 --context 128K --methods lfps --lfps-rows 131072",
-        "attend --device cpu --shapes 1/1x32 --context 128K --methods lfps --lfps-rows 131072",
-    ] {
-        stops(arguments, start(&format!("bench {arguments} --threads 1")));
-    }
+    // Together, because some go on for three seconds.
+    std::thread::scope(|scope| {
+        for arguments in [
+            "kmeans --device cpu --n 100000 --dim 128 --size 60000",
+            "encode --n 1M --dim 16 --size 65535",
+            "retrieve --device cpu --shapes 1/1x32 --context 128K --methods lfps --lfps-rows 131072",
+            "attend --device cpu --shapes 1/1x32 --context 128K --methods lfps --lfps-rows 131072",
+        ] {
+            scope.spawn(move || stops(arguments, start(&format!("bench {arguments} --threads 1"))));
+        }
+    });
     let shape = "--tokens 64K --heads 4 --kv-heads 1 --head-dim 32 --hidden 32 --intermediate 32";
     let mut child = start(&format!("bench prefill {shape} --runs 1 --threads 2"));
     // Attention comes after the projections.

@@ -21,7 +21,7 @@ fn script() -> String {
         ("HELD_OUT=", "heldout.txt"),
     ];
     let paths = paths.map(|(variable, name)| (variable, data.join(name).display().to_string()));
-    for (variable, value) in paths.into_iter().chain([("TOKENS=", "6K".to_owned())]) {
+    for (variable, value) in paths.into_iter().chain([("TOKENS=", "4K".to_owned())]) {
         let old = blocks
             .lines()
             .find(|line| line.starts_with(variable))
