@@ -21,7 +21,6 @@ mod scores;
 mod section;
 mod waves;
 
-use std::cell::Cell;
 use std::sync::Arc;
 
 use ndarray::{ArrayView2, s};
@@ -89,11 +88,6 @@ impl Wpq {
     }
 }
 
-thread_local! {
-    // The scores of the path: allocating this much memory in every step costs more than the computation on it.
-    static PATHS: Cell<Vec<Vec<f32>>> = Cell::default();
-}
-
 impl Retriever for Wpq {
     fn prefill(&mut self, prompt: &Prompt) {
         self.take_in(prompt.keys.slice(s![prompt.first.., ..]));
@@ -110,12 +104,9 @@ impl Retriever for Wpq {
         let (c, width) = (step.candidates.clone(), self.codebook.width());
         let rows = c.start * width..c.end * width;
         let codes: Vec<&[u8]> = self.codes.iter().map(|codes| &codes[rows.clone()]).collect();
-        let mut paths = PATHS.take();
-        let words = self.codebook.scores(step.q_rope, c.clone(), &mut paths);
-        let chosen = choose(&words, &codes, width, &static_scores(step), step.budget);
-        PATHS.set(paths);
-        let at = chosen.into_iter().map(|p| p + c.start as u32);
-        at.collect::<Vec<u32>>().into()
+        let words = self.codebook.scores(step.q_rope, c.clone());
+        let chosen = choose(&words, &codes, width, &static_scores(step), step.budget).into_iter();
+        chosen.map(|p| p + c.start as u32).collect::<Vec<u32>>().into()
     }
 
     fn reads(&self, step: &Step, _: &Choice) -> Reads {

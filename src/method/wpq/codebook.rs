@@ -246,25 +246,18 @@ impl HeadCodebook {
     }
 
     /// Scores all words, and the mean at every candidate, for the queries of a step, q_rope `[r,d]`. Scores are divided
-    /// by the square root of d. `paths` is a buffer for the scores of the mean.
+    /// by the square root of d.
     ///
     /// # Numerics
     /// f32.
-    pub(super) fn scores<'p>(
-        &self,
-        q_rope: ArrayView2<f32>,
-        candidates: Range<usize>,
-        paths: &'p mut Vec<Vec<f32>>,
-    ) -> WordScores<'p> {
+    pub(super) fn scores(&self, q_rope: ArrayView2<f32>, candidates: Range<usize>) -> WordScores {
         let scale = 1.0 / (q_rope.ncols() as f32).sqrt();
         let y = product(q_rope, self.query_map.view()) * scale;
         let of = |stage: &Stage| y.outer_iter().map(|y| stage.scores(y)).collect();
-        if let Some(path) = &self.path {
-            path.scores(q_rope, candidates.start, candidates.len(), scale, paths);
-        }
+        let at = |path: &MeanPath| path.scores(q_rope, candidates.start, candidates.len(), scale);
         WordScores {
             mean: (q_rope.dot(&self.mean) * scale).to_vec(),
-            path: self.path.is_some().then_some(&paths[..]),
+            path: self.path.as_ref().map(at),
             stages: self.stages.iter().map(of).collect(),
         }
     }

@@ -88,24 +88,17 @@ impl MeanPath {
         }
     }
 
-    /// Computes the scores of rotated queries, `[r,d]`, with the mean at `n` positions from `first` on, times `scale`:
-    /// `[n]` for each query, in place of what `out` holds.
+    /// Returns the scores of rotated queries, `[r,d]`, with the mean at `n` positions from `first` on, times `scale`:
+    /// `[n]` for each query.
     ///
     /// # Numerics
     /// f32.
-    pub fn scores(
-        &self,
-        q_rope: ArrayView2<f32>,
-        first: usize,
-        n: usize,
-        scale: f32,
-        out: &mut Vec<Vec<f32>>,
-    ) {
-        out.resize_with(q_rope.nrows(), Vec::new);
-        for (query, out) in q_rope.rows().into_iter().zip(out) {
+    pub fn scores(&self, q_rope: ArrayView2<f32>, first: usize, n: usize, scale: f32) -> Vec<Vec<f32>> {
+        let of = |query: ArrayView1<f32>| {
             let query: Vec<f32> = query.iter().map(|x| x * scale).collect();
-            self.waves.scores(&query, self.mean.view(), first, n, out);
-        }
+            self.waves.scores(&query, self.mean.view(), first, n)
+        };
+        q_rope.rows().into_iter().map(of).collect()
     }
 }
 
@@ -124,14 +117,14 @@ mod tests {
     #[test]
     fn a_step_scores_what_encoding_subtracts() {
         let (d, r) = (16, 3);
-        let (mut largest, mut scores) = (0.0f32, Vec::new());
+        let mut largest = 0.0f32;
         for (first, n) in [(0, 1), (4, 64), (5, 300), (1000, 129), (7, 5000)] {
             let path = MeanPath::new(values(d, 1).into(), &rope(d));
             let queries = Array2::from_shape_vec((r, d), values(r * d, 2)).unwrap();
             let mut subtracted = Array2::zeros((n, d));
             path.subtract(subtracted.view_mut(), first);
             let expected = -queries.dot(&subtracted.t()) * 0.25;
-            path.scores(queries.view(), first, n, 0.25, &mut scores);
+            let scores = path.scores(queries.view(), first, n, 0.25);
             assert!(scores.iter().all(|scores| scores.len() == n));
             for (score, expected) in scores.iter().flatten().zip(&expected) {
                 // An angle at position 1,000 is rounded to 6e-5 in f32.

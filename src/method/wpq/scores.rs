@@ -11,11 +11,11 @@ const LEVELS: usize = 1 << 16;
 const CHUNK: usize = 4096;
 
 /// The scores of all words for the queries of one step.
-pub(super) struct WordScores<'p> {
+pub(super) struct WordScores {
     /// The score of the mean key, `[r]`.
     pub mean: Vec<f32>,
     /// The score of the mean's path at each candidate, `[n]` for each query head, if codes describe the keys around it.
-    pub path: Option<&'p [Vec<f32>]>,
+    pub path: Option<Vec<Vec<f32>>>,
     /// The scores of the words, by stage and query head.
     pub stages: Vec<Vec<WordTable>>,
 }
@@ -128,7 +128,7 @@ impl Levels {
     }
 }
 
-impl WordScores<'_> {
+impl WordScores {
     /// Writes the estimated scores of n keys for query head `a` as levels, from the codes of the first stage,
     /// `[n,width]`. Returns false if it cannot: if groups do not have 16 words, or the mean has a path. The scores are
     /// those of [`Self::estimate`].

@@ -90,26 +90,17 @@ impl Waves {
         }
     }
 
-    /// Computes the scores of a query with a vector, both `[d]`, that is rotated to `n` positions from `first` on, in
-    /// place of what `scores` holds.
+    /// Returns the scores of a query with a vector, both `[d]`, that is rotated to `n` positions from `first` on.
     ///
     /// # Numerics
     /// f32. The waves are turned by one line after the other.
-    pub fn scores(
-        &self,
-        query: &[f32],
-        vector: ArrayView1<f32>,
-        first: usize,
-        n: usize,
-        scores: &mut Vec<f32>,
-    ) {
-        scores.clear();
-        scores.reserve(n.next_multiple_of(LINE));
+    pub fn scores(&self, query: &[f32], vector: ArrayView1<f32>, first: usize, n: usize) -> Vec<f32> {
         let mut waves = self.at(query, vector, first);
         let mut turned = Array2::zeros((LINES_AT_ONCE, self.depth + self.series.nrows()));
         let blocks = self.depth.div_ceil(SIDE);
         let mut rows = vec![Row::ZERO; blocks * LINES_AT_ONCE];
         let mut sums = vec![Row::ZERO; LINES_AT_ONCE];
+        let mut scores = Vec::with_capacity(n.next_multiple_of(LINE));
         for start in (0..n.div_ceil(LINE)).step_by(LINES_AT_ONCE) {
             let lines = LINES_AT_ONCE.min(n.div_ceil(LINE) - start);
             for mut row in turned.rows_mut().into_iter().take(lines) {
@@ -141,11 +132,12 @@ impl Waves {
                 .for_each(|row| scores.extend_from_slice(&row.0));
         }
         scores.truncate(n);
+        scores
     }
 
     /// Returns the waves of a query with a vector: of the fast pairs at the start of the line that begins at position
     /// `first`, of the slow pairs in its middle.
-    fn at(&self, query: &[f32], vector: ArrayView1<f32>, first: usize) -> Sums {
+    fn at(&self, query: &[f32], vector: ArrayView1<f32>, first: usize) -> Factors {
         let half = self.frequencies.len();
         let (mut cos, mut sin) = (Vec::with_capacity(half), Vec::with_capacity(half));
         for (i, &pair) in self.order.iter().enumerate() {
@@ -160,17 +152,17 @@ impl Waves {
             cos.push(a * x + b * y);
             sin.push(b * x - a * y);
         }
-        Sums { cos, sin }
+        Factors { cos, sin }
     }
 }
 
 /// The factors of the cosines and of the sines of all pairs, the fast ones first.
-struct Sums {
+struct Factors {
     cos: Vec<f32>,
     sin: Vec<f32>,
 }
 
-impl Sums {
+impl Factors {
     /// Writes the factors of the fast pairs to the beginning of `fast`, and those of the others to `slow`.
     fn write(&self, n_fast: usize, fast: &mut [f32], slow: &mut [f32]) {
         for (i, factors) in [&self.cos, &self.sin].into_iter().enumerate() {
@@ -187,52 +179,84 @@ mod tests {
     use crate::model::rope::{RopeConfig, RopeScaling};
     use crate::testing::values;
 
+    const UNIT: f64 = 1.0 / (1 << 24) as f64;
+
+    fn rope(theta: f64, d: usize) -> Rope {
+        let scaling = RopeScaling::Default;
+        Rope::new(&RopeConfig { theta, scaling }, d).with_factor(1.25)
+    }
+
+    /// Both channels of a pair.
+    fn pair_of(x: &[f32], pair: usize) -> [f64; 2] {
+        [pair, pair + x.len() / 2].map(|c| f64::from(x[c]))
+    }
+
     /// With all pairs fast, with some, and in two blocks of the table.
     #[test]
     fn scores_are_those_of_the_rotated_vector() {
         for (theta, d) in [(2.0, 8), (1e4, 64), (5e5, 128), (10.0, 256)] {
-            let rope = Rope::new(
-                &RopeConfig {
-                    theta,
-                    scaling: RopeScaling::Default,
-                },
-                d,
-            )
-            .with_factor(1.25);
+            let rope = rope(theta, d);
             let waves = Waves::new(&rope);
             let is_split = waves.n_fast < d / 2;
-            assert_eq!(
-                (is_split, waves.depth > SIDE),
-                ([1e4, 5e5].contains(&theta), d == 256),
-                "{theta}"
-            );
-            let (query, vector, mut scores) = (values(d, 1), values(d, 2), Vec::new());
-            let size: f64 = query
+            let expected = ([1e4, 5e5].contains(&theta), d == 256);
+            assert_eq!((is_split, waves.depth > SIDE), expected, "{theta}");
+            let (query, vector) = (values(d, 1), values(d, 2));
+            let frequencies = rope.frequencies().iter().enumerate();
+            let pairs: Vec<_> = frequencies
+                .map(|(i, w)| (pair_of(&query, i), pair_of(&vector, i), f64::from(*w)))
+                .collect();
+            let amplitudes = pairs
                 .iter()
-                .zip(&vector)
-                .map(|(q, m)| f64::from((q * m).abs()))
-                .sum();
+                .map(|(q, m, _)| 1.25 * q[0].hypot(q[1]) * m[0].hypot(m[1]));
+            let size: f64 = amplitudes.sum();
+            // Of the product with the table, and of the one that makes its polynomial.
+            let terms = waves.depth + waves.series.nrows();
             for (first, n) in [(0, 1), (4, 128), (5, 300), (100_000, 7000)] {
-                waves.scores(&query, ArrayView1::from(&vector), first, n, &mut scores);
+                let scores = waves.scores(&query, ArrayView1::from(&vector), first, n);
                 assert_eq!(scores.len(), n);
                 for (i, score) in scores.iter().enumerate() {
-                    let exact: f64 = (0..d / 2)
-                        .map(|pair| {
-                            let w = f64::from(rope.frequencies()[pair]);
-                            let (sin, cos) = ((first + i) as f64 * w).sin_cos();
-                            let [q, m] =
-                                [&query, &vector].map(|x| [pair, pair + d / 2].map(|c| f64::from(x[c])));
-                            1.25 * (q[0] * (m[0] * cos - m[1] * sin) + q[1] * (m[1] * cos + m[0] * sin))
-                        })
-                        .sum();
-                    // A few roundings per line and per sum.
-                    let bound = 1.25 * size * f64::from(f32::EPSILON) * ((i / LINE) as f64 + 16.0);
-                    assert!(
-                        (f64::from(*score) - exact).abs() <= bound,
-                        "{theta} {first} {i}: {score} {exact}"
-                    );
+                    let wave = |([q, r], [m, o], w): &([f64; 2], [f64; 2], f64)| {
+                        let (sin, cos) = ((first + i) as f64 * w).sin_cos();
+                        1.25 * (q * (m * cos - o * sin) + r * (o * cos + m * sin))
+                    };
+                    let exact: f64 = pairs.iter().map(wave).sum();
+                    // A turn to the next line is off by at most 4.4 units, the factors of the first line and the table by
+                    // 16; every term of a sum, the cosine's and the sine's together sqrt(2) times a wave, by one.
+                    let units = 4.4 * (i / LINE) as f64 + 16.0 + terms as f64 * std::f64::consts::SQRT_2;
+                    let off = (f64::from(*score) - exact).abs();
+                    assert!(off <= size * units * UNIT, "{theta} {first} {i}: {score} {exact}");
                 }
             }
         }
+    }
+
+    /// At both ends of a line, where it is farthest off.
+    #[test]
+    fn the_polynomial_of_slow_waves_is_exact_to_the_rounding() {
+        let mut largest = 0.0f64;
+        for (theta, d) in [(1e4, 64), (5e5, 128), (1e6, 256)] {
+            let rope = rope(theta, d);
+            let waves = Waves::new(&rope);
+            let slow = &waves.order[waves.n_fast..];
+            for (i, pair) in slow.iter().enumerate() {
+                let angle = f64::from(rope.frequencies()[*pair]) * (LINE / 2) as f64;
+                largest = largest.max(angle);
+                for end in [-1.0f64, 1.0] {
+                    let value = |row: usize| -> f64 {
+                        let terms = waves.series.row(row).into_iter().enumerate();
+                        terms
+                            .map(|(power, x)| f64::from(*x) * end.powi(power as i32))
+                            .sum()
+                    };
+                    for (row, exact) in [(i, angle.cos()), (slow.len() + i, (end * angle).sin())] {
+                        let off = (value(row) - 1.25 * exact).abs();
+                        // The first term that is left out, and the coefficients' roundings.
+                        let bound = 1.25 * (SLOW.powi(TERMS as i32) / 40_320.0 + 1.5 * UNIT);
+                        assert!(off <= bound, "{theta} {pair}: {off} over {bound}");
+                    }
+                }
+            }
+        }
+        assert!(largest > 0.9 * SLOW, "{largest}");
     }
 }

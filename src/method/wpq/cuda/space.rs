@@ -11,7 +11,7 @@ use crate::kv::cuda::{Limits, Positions, SCAN, Shape};
 use crate::method::wpq::choose::REFINED;
 use crate::method::wpq::path::{ARC, MeanPath};
 
-/// Query heads whose table entries lie side by side in `select_wpq.cu`; `LINE` is how many numbers turn a sum of
+/// Query heads whose table entries lie side by side in `wpq.h`; `LINE` is how many numbers turn a sum of
 /// entries into a score.
 const QUAD: usize = 4;
 const LINE: usize = 5;
