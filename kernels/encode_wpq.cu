@@ -15,11 +15,10 @@
 #include "common.h"
 #include "scan.h"
 #include "tensor.h"
+#include "wpq.h"
 
-// Keys per block; keys whose sums a thread holds; the most channels of a key, and of all groups of a stage.
-constexpr u32 ENCODED = 16, ENCODED_AT_ONCE = 8, KEY_CHANNELS = 128;
-// Positions of an arc: `ARC` of src/method/wpq/path.rs.
-constexpr u32 ARC = 64;
+// Keys per block; keys whose sums a thread holds.
+constexpr u32 ENCODED = 16, ENCODED_AT_ONCE = 8;
 
 // Finds the word with the smallest distance from z `[dim]`. The lower number wins a tie. Words are `[dim,WORDS]`. If
 // `before` is given, the word it points to is subtracted from z first. All lanes that share a group get the number of

@@ -17,6 +17,8 @@
 #include "pack_rows.cu"
 #include "prefill.cu"
 #include "prompt.cu"
+#include "rank_lfps.cu"
+#include "refine_wpq.cu"
 #include "sample.cu"
 #include "second_moment.cu"
 #include "select_a2ats.cu"

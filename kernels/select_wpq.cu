@@ -13,56 +13,11 @@
 //   arcs and turns are those of encode_wpq.cu.
 // - word_parts: per block of SCAN candidates, the largest estimate and the sum of the exponentials.
 // - word_keys: the denominators from all parts, and the probabilities summed over the query heads.
-// - refined_parts, refined_keys: the same for the refined keys, whose first estimates are removed from the
-//   denominators.
-//
-// tables `[b,g,ceil(r/4),stages,m,WORDS,4]`: the entries of four query heads lie side by side, so that one read of
-// shared memory serves all four. With 16 words, the entries are 16-bit integers of at most 255: one 64-bit addition
-// adds four of them, and the entries of a table lie in different banks. With 256 words, the entries are f32. lines
-// `[b,h,LINE]` turn sums of entries into scores: they hold the score of the mean key, then per stage the sum of the
-// least entries and the step.
+// - refine_wpq.cu: the same for the refined keys, whose first estimates are removed from the denominators.
 #include "common.h"
 #include "scan.h"
 #include "tensor.h"
-
-constexpr u32 LINE = 5;
-// Query heads whose entries lie side by side; the most groups of 16 words in all stages; keys refined per key of the
-// budget, as in src/method/wpq/choose.rs.
-constexpr u32 QUAD = 4, SMALL_GROUPS = 16, REFINED = 4;
-
-// Tables of 16 words: a code has 4 bits per group.
-struct RoundedTables {
-    typedef u64 Four;
-    static constexpr u32 WORDS = 16, MOST = SMALL_GROUPS * 16;
-
-    static DEVICE void sums(float (&out)[QUAD], const u64* table, u64 code, u32 groups) {
-        u64 sum = 0;
-        for (u32 j = 0; j < groups; j++) sum += table[j * WORDS + (u32)(code >> (4 * j) & 15)];
-UNROLL
-        for (u32 e = 0; e < QUAD; e++) out[e] = (float)(u32)(sum >> (16 * e) & 0xffff);
-    }
-};
-
-// Tables of 256 words: a byte per group.
-struct ExactTables {
-    typedef float4 Four;
-    static constexpr u32 WORDS = 256, MOST = 8 * 256;
-
-    static DEVICE void sums(float (&out)[QUAD], const float4* table, u64 code, u32 groups) {
-        out[0] = out[1] = out[2] = out[3] = 0;
-        for (u32 j = 0; j < groups; j++) {
-            float4 entry = table[j * WORDS + (u32)(code >> (8 * j) & 255)];
-            out[0] += entry.x, out[1] += entry.y, out[2] += entry.z, out[3] += entry.w;
-        }
-    }
-};
-
-// Loads a code of 1, 2, 4 or 8 bytes.
-DEVICE u64 load_code(const u8* codes, u64 at, u32 width) {
-    if (width == 8) return ((const u64*)codes)[at];
-    if (width == 4) return ((const u32*)codes)[at];
-    return width == 2 ? ((const u16*)codes)[at] : codes[at];
-}
+#include "wpq.h"
 
 // ---- tables ----
 
@@ -209,79 +164,7 @@ UNROLL
     }
 }
 
-// Returns the scores of the mean's path for four query heads, from `first` on, `[capacity]`; null without a path.
-DEVICE const float4* path_of(const float* paths, u32 first, u32 r, u32 capacity) {
-    u64 quad = (u64)(blockIdx.z * gridDim.y + blockIdx.y) * ((r + QUAD - 1) / QUAD) + first / QUAD;
-    return paths ? (const float4*)paths + quad * capacity : nullptr;
-}
-
-// Adds the scores of the mean's path at a position to the scores of four query heads.
-DEVICE void add_path(float (&scores)[QUAD], const float4* path, u32 p) {
-    if (!path) return;
-    float4 own = path[p];
-    scores[0] += own.x, scores[1] += own.y, scores[2] += own.z, scores[3] += own.w;
-}
-
 // ---- scans ----
-
-// Copies the lines of r query heads to shared memory, with zeros for the other heads.
-DEVICE void load_lines(float* to, const float* lines, u32 r) {
-    u32 at = blockIdx.z * gridDim.y + blockIdx.y;
-    for (u32 i = threadIdx.x; i < 16 * LINE; i += 256) to[i] = i < r * LINE ? lines[(u64)at * r * LINE + i] : 0.0f;
-}
-
-// Copies the tables of four query heads to shared memory: the first `count` of the `all` entries.
-template <class Tables>
-DEVICE void load_tables(typename Tables::Four* to, const void* tables, u32 quad, u32 quads, u32 count, u32 all) {
-    u32 at = blockIdx.z * gridDim.y + blockIdx.y;
-    const auto* from = (const typename Tables::Four*)tables + ((u64)at * quads + quad) * all;
-    __syncthreads();
-    for (u32 i = threadIdx.x; i < count; i += 256) to[i] = from[i];
-    __syncthreads();
-}
-
-// Adds the estimate of a stage to the scores of four query heads; `line` holds the lines of these heads.
-template <class Tables>
-DEVICE void add_stage(float (&scores)[QUAD], const typename Tables::Four* table, u64 code, u32 groups,
-                      const float* line, u32 stage) {
-    float sums[QUAD];
-    Tables::sums(sums, table + stage * groups * Tables::WORDS, code, groups);
-UNROLL
-    for (u32 e = 0; e < QUAD; e++) {
-        const float* own = line + e * LINE + 1 + 2 * stage;
-        scores[e] += own[0] + own[1] * sums[e];
-    }
-}
-
-// Computes, for each of four query heads, the largest of the scores that a block's threads hold and the sum of the
-// exponentials relative to it; a score of minus infinity stands for none. Thread e gets both for head e.
-DEVICE void block_softmax(const float (&held)[8][QUAD], float& top, float& sum) {
-    SHARED(float, tops, QUAD * 8);
-    SHARED(float, sums, QUAD * 8);
-UNROLL
-    for (u32 e = 0; e < QUAD; e++) {
-        float own = minus_infinity();
-UNROLL
-        for (u32 i = 0; i < 8; i++) own = fmaxf(own, held[i][e]);
-        for (u32 step = 16; step > 0; step /= 2) own = fmaxf(own, __shfl_xor_sync(ALL_LANES, own, step));
-        if (lane() == 0) tops[e * 8 + warp()] = own;
-    }
-    __syncthreads();
-UNROLL
-    for (u32 e = 0; e < QUAD; e++) {
-        float largest = minus_infinity(), own = 0;
-        for (u32 i = 0; i < 8; i++) largest = fmaxf(largest, tops[e * 8 + i]);
-UNROLL
-        for (u32 i = 0; i < 8; i++) own += finite(largest) ? exp2f(held[i][e] - largest) : 0.0f;
-        own = warp_sum(own);
-        if (lane() == 0) sums[e * 8 + warp()] = own;
-        if (threadIdx.x == e) top = largest;
-    }
-    __syncthreads();
-    if (threadIdx.x >= QUAD) return;
-    sum = 0;
-    for (u32 i = 0; i < 8; i++) sum += sums[threadIdx.x * 8 + i];
-}
 
 // Estimates the scores of a block's candidates by the first stage. From part 1 on, parts `[b,h,1 + blocks,2]` get the
 // largest score of each block and the sum of the exponentials relative to it.
@@ -333,18 +216,6 @@ KERNEL(256, 3, word_parts_16, SUM_PARAMETERS) {
 }
 KERNEL(256, 2, word_parts_256, SUM_PARAMETERS) {
     sum_words<ExactTables>(codes, tables, lines, paths, spans, parts, stages, groups, width, r, capacity);
-}
-
-// Computes, over a warp, the largest score and the sum of the exponentials from parts `[n,stride]`; every lane gets
-// both.
-DEVICE void join_parts(const float* parts, u32 n, u32 stride, float& top, float& sum) {
-    top = minus_infinity(), sum = 0;
-    for (u32 i = lane(); i < n; i += 32) top = fmaxf(top, parts[i * stride]);
-    for (u32 step = 16; step > 0; step /= 2) top = fmaxf(top, __shfl_xor_sync(ALL_LANES, top, step));
-    for (u32 i = lane(); i < n; i += 32) {
-        if (finite(parts[i * stride])) sum += exp2f(parts[i * stride] - top) * parts[i * stride + 1];
-    }
-    sum = warp_sum(sum);
 }
 
 // Computes the sort keys of the candidates, from the sum of their probabilities over the query heads, and the first
@@ -407,110 +278,3 @@ UNROLL
     codes, tables, lines, paths, spans, parts, stages, groups, width, r, capacity, totals, keys, histograms
 KERNEL(256, 3, word_keys_16, RANK_PARAMETERS) { rank_words<RoundedTables>(RANK_ARGUMENTS); }
 KERNEL(256, 2, word_keys_256, RANK_PARAMETERS) { rank_words<ExactTables>(RANK_ARGUMENTS); }
-
-// ---- refinement ----
-
-// Scores by both stages the keys in the lists items `[b,g,room]`, of which there are listed `[b,g]`: scores
-// `[b,h,room]`. A block covers SCAN of them. parts `[b,h,blocks,3]`: the largest of these scores, the sum of the
-// exponentials relative to it, and the sum of the exponentials of the first estimates relative to the largest score in
-// totals. A code has at most 4 bytes.
-#define REFINE_PARAMETERS                                                                                       \
-    const u8 *codes, const void *tables, const float *lines, OPTIONAL const float *paths, const float *totals,  \
-        const u32 *items, const u32 *listed, float *scores, float *parts, u32 groups, u32 width, u32 r, u32 room,   \
-        u32 capacity
-template <class Tables>
-DEVICE void refine(REFINE_PARAMETERS) {
-    SHARED(typename Tables::Four, table, Tables::MOST);
-    SHARED(float, line, 16 * LINE);
-    SHARED(float, removed, QUAD * 8);
-    u32 at = blockIdx.z * gridDim.y + blockIdx.y, start = blockIdx.x * SCAN, n = smaller(listed[at], room);
-    u32 quads = (r + QUAD - 1) / QUAD, all = 2 * groups * Tables::WORDS, stride = gridDim.x * 3;
-    parts += (u64)at * r * stride + 3 * blockIdx.x;
-    if (start >= n) {
-        if (threadIdx.x >= r) return;
-        float* part = parts + threadIdx.x * stride;
-        part[0] = minus_infinity(), part[1] = part[2] = 0;
-        return;
-    }
-    load_lines(line, lines, r);
-    u64 code[8], second = (u64)gridDim.y * gridDim.z * capacity;
-    u32 item[8];
-UNROLL
-    for (u32 i = 0; i < 8; i++) {
-        u32 j = start + i * 256 + threadIdx.x;
-        item[i] = j < n ? items[(u64)at * room + j] : 0;
-        u64 p = (u64)at * capacity + item[i];
-        code[i] = j < n ? load_code(codes, p, width) | load_code(codes, second + p, width) << 32 : 0;
-    }
-    for (u32 first = 0; first < r; first += QUAD) {
-        load_tables<Tables>(table, tables, first / QUAD, quads, all, all);
-        const float4* path = path_of(paths, first, r, capacity);
-        float held[8][QUAD], gone[QUAD] = {}, top, sum;
-UNROLL
-        for (u32 i = 0; i < 8; i++) {
-            u32 j = start + i * 256 + threadIdx.x;
-UNROLL
-            for (u32 e = 0; e < QUAD; e++) held[i][e] = j < n ? line[(first + e) * LINE] : minus_infinity();
-            if (j < n) add_path(held[i], path, item[i]);
-            add_stage<Tables>(held[i], table, code[i] & 0xffffffffu, groups, line + first * LINE, 0);
-UNROLL
-            for (u32 e = 0; e < QUAD; e++) {
-                u32 a = first + e;
-                if (a < r) gone[e] += exp2f(held[i][e] - totals[((u64)at * r + a) * 2]);
-            }
-            add_stage<Tables>(held[i], table, code[i] >> 32, groups, line + first * LINE, 1);
-UNROLL
-            for (u32 e = 0; e < QUAD; e++) {
-                if (j < n && first + e < r) scores[((u64)at * r + first + e) * room + j] = held[i][e];
-            }
-        }
-UNROLL
-        for (u32 e = 0; e < QUAD; e++) {
-            float own = warp_sum(gone[e]);
-            if (lane() == 0) removed[e * 8 + warp()] = own;
-        }
-        // Its barriers make the sums visible to all threads.
-        block_softmax(held, top, sum);
-        u32 a = first + threadIdx.x;
-        if (threadIdx.x >= QUAD || a >= r) continue;
-        float* part = parts + a * stride;
-        part[0] = top, part[1] = sum, part[2] = 0;
-        for (u32 i = 0; i < 8; i++) part[2] += removed[threadIdx.x * 8 + i];
-    }
-}
-
-#define REFINE_ARGUMENTS                                                                                        \
-    codes, tables, lines, paths, totals, items, listed, scores, parts, groups, width, r, room, capacity
-KERNEL(256, 2, refined_parts_16, REFINE_PARAMETERS) { refine<RoundedTables>(REFINE_ARGUMENTS); }
-KERNEL(256, 2, refined_parts_256, REFINE_PARAMETERS) { refine<ExactTables>(REFINE_ARGUMENTS); }
-
-// Computes the sort keys of the refined keys, keys `[b,g,room]`, from the sum of their probabilities over the query
-// heads, and the first histogram.
-KERNEL(256, 2, refined_keys, const float* scores, const float* totals, const float* parts, const u32* item_spans,
-       u32* keys, u32* histograms, u32 r, u32 room) {
-    SHARED(float, tops, 16);
-    SHARED(float, inverses, 16);
-    SHARED(u32, own, BINS);
-    u32 at = blockIdx.z * gridDim.y + blockIdx.y, start = blockIdx.x * SCAN, n = item_spans[4 * blockIdx.z + 2];
-    if (start >= n) return;
-    for (u32 i = threadIdx.x; i < BINS; i += 256) own[i] = 0;
-    for (u32 a = warp(); a < r; a += 8) {
-        const float *mine = parts + ((u64)at * r + a) * gridDim.x * 3, *total = totals + ((u64)at * r + a) * 2;
-        float top, sum, gone = 0;
-        join_parts(mine, gridDim.x, 3, top, sum);
-        for (u32 i = lane(); i < gridDim.x; i += 32) gone += mine[3 * i + 2];
-        float left = fmaxf(total[1] - warp_sum(gone), 0.0f), largest = fmaxf(top, total[0]);
-        sum = left * exp2f(total[0] - largest) + sum * exp2f(top - largest);
-        if (lane() == 0) tops[a] = largest, inverses[a] = 1.0f / sum;
-    }
-    __syncthreads();
-    scores += (u64)at * r * room;
-    for (u32 i = threadIdx.x; i < smaller(SCAN, n - start); i += 256) {
-        float mass = 0;
-        for (u32 a = 0; a < r; a++) mass += exp2f(scores[(u64)a * room + start + i] - tops[a]) * inverses[a];
-        u32 key = order_of(mass);
-        keys[(u64)at * room + start + i] = key;
-        atomicAdd(&own[key >> 21], 1);
-    }
-    add_histogram(own, histograms + (u64)at * 3 * BINS);
-}
