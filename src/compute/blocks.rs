@@ -27,7 +27,23 @@ pub struct Row(pub [f32; SIDE]);
 impl Row {
     /// A row of zeros.
     pub const ZERO: Self = Self([0.0; SIDE]);
+
+    /// Returns the values of rows, one row after the other.
+    pub fn values(rows: &[Self]) -> &[f32] {
+        bytemuck::cast_slice(rows)
+    }
+
+    /// Returns the values of rows, one row after the other.
+    pub fn values_mut(rows: &mut [Self]) -> &mut [f32] {
+        bytemuck::cast_slice_mut(rows)
+    }
 }
+
+// SAFETY: a row of zero bits is a row of zeros.
+unsafe impl bytemuck::Zeroable for Row {}
+
+// SAFETY: a row consists of its values; their 512 bytes are a multiple of its alignment, so that there is no padding.
+unsafe impl bytemuck::Pod for Row {}
 
 /// A row of a panel, on a cache line boundary.
 #[derive(Clone, Copy, Debug)]

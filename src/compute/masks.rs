@@ -1,8 +1,10 @@
 //! Compares many values with a threshold, as bit masks, and sums powers of values.
 
 use multiversion::multiversion;
+use multiversion::target::match_target;
 
 use super::attention::prefetch;
+use super::simd;
 
 /// Values per 64-bit word of a mask.
 pub const WORD: usize = 64;
@@ -15,6 +17,14 @@ const BLOCKS: usize = WORD / BLOCK;
 pub const LINES_AHEAD: usize = 24;
 /// How many set bits of a word are listed without a branch; most words have fewer.
 const SELDOM_MORE: usize = 4;
+/// Values that are compared with both of two thresholds before the next ones are; a multiple of [`WORD`].
+const PART: usize = 2048;
+/// How many bytes ahead of the current read to prefetch: two pages of memory, because the hardware does not prefetch
+/// across pages.
+#[cfg(target_arch = "x86_64")]
+const BYTES_AHEAD: usize = 8192;
+/// How many values of `out` beyond the last result [`pick`] may overwrite.
+pub const ROOM: usize = BLOCK;
 /// Partial sums of every sum.
 const LANES: usize = 16;
 
@@ -26,6 +36,23 @@ pub fn at_least(values: &[f32], threshold: f32, out: &mut Vec<u64>) {
         let blocks = word.chunks(BLOCK).rev();
         blocks.fold(0, |bits, block| bits << BLOCK | bits_of(block, threshold))
     }));
+}
+
+/// Returns the masks that [`at_least`] writes for two thresholds, and whether a value is NaN.
+pub fn at_least_each(values: &[f32], thresholds: [f32; 2]) -> ([Vec<u64>; 2], bool) {
+    let mut masks = [(); 2].map(|_| Vec::with_capacity(values.len().div_ceil(WORD)));
+    let mut has_nan = false;
+    // All three loops read a part while it is in the cache.
+    for part in values.chunks(PART) {
+        has_nan |= simd::has_nan(part);
+        for (mask, threshold) in masks.iter_mut().zip(thresholds) {
+            mask.extend(part.chunks(WORD).map(|word| {
+                let blocks = word.chunks(BLOCK).rev();
+                blocks.fold(0, |bits, block| bits << BLOCK | bits_of(block, threshold))
+            }));
+        }
+    }
+    (masks, has_nan)
 }
 
 /// Writes the same mask as [`at_least`], but reads only the blocks of [`BLOCK`] values whose entry in `maxima` reaches
@@ -50,10 +77,22 @@ pub fn at_least_in_blocks(values: &[f32], maxima: &[f32], threshold: f32, out: &
 }
 
 /// Returns `first` plus the index of each set bit, ascending.
-#[multiversion(targets("x86_64+avx2+bmi1+popcnt", "aarch64+neon"))]
+#[multiversion(targets("x86_64+avx512f+bmi1+popcnt", "x86_64+avx2+bmi1+popcnt", "aarch64+neon"))]
 pub fn places(bits: &[u64], first: u32) -> Vec<u32> {
     let count: u32 = bits.iter().map(|word| word.count_ones()).sum();
-    let mut out = vec![0; count as usize + SELDOM_MORE];
+    let mut out = vec![0; count as usize + BLOCK];
+    match_target! {
+        // SAFETY: compiled for, and chosen on, machines with AVX-512F.
+        "x86_64+avx512f+bmi1+popcnt" => unsafe { x86::places(bits, first, &mut out) },
+        _ => write_places(bits, first, &mut out),
+    }
+    out.truncate(count as usize);
+    out
+}
+
+/// Implements [`places`]; `out` has at least [`SELDOM_MORE`] values more than there are set bits.
+#[inline(always)]
+fn write_places(bits: &[u64], first: u32, out: &mut [u32]) {
     let (mut len, mut start) = (0, first);
     for word in bits {
         // Most words have only a few set bits, and a branch on their number would be mispredicted.
@@ -71,8 +110,73 @@ pub fn places(bits: &[u64], first: u32) -> Vec<u32> {
         len = end;
         start = start.wrapping_add(WORD as u32);
     }
-    out.truncate(count as usize);
-    out
+}
+
+/// Writes the values whose bits are set to `out`, in order. `out` must have [`ROOM`] values more than there are set bits.
+#[multiversion(targets("x86_64+avx512f+popcnt"))]
+pub fn pick(values: &[[u8; 4]], bits: &[u64], out: &mut [[u8; 4]]) {
+    match_target! {
+        // SAFETY: compiled for, and chosen on, machines with AVX-512F.
+        "x86_64+avx512f+popcnt" => unsafe { x86::pick(values, bits, out) },
+        _ => {
+            let places = places(bits, 0).into_iter();
+            out.iter_mut().zip(places).for_each(|(out, place)| *out = values[place as usize]);
+        }
+    }
+}
+
+#[cfg(target_arch = "x86_64")]
+mod x86 {
+    use std::arch::x86_64::*;
+
+    use super::{BLOCK, BYTES_AHEAD, WORD};
+
+    /// Implements [`super::places`]; `out` has at least [`BLOCK`] values more than there are set bits.
+    #[target_feature(enable = "avx512f,popcnt")]
+    pub fn places(bits: &[u64], first: u32, out: &mut [u32]) {
+        let (mut len, step) = (0, _mm512_set1_epi32(BLOCK as i32));
+        let mut place = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
+        place = _mm512_add_epi32(place, _mm512_set1_epi32(first as i32));
+        for block in bits.iter().flat_map(|word| blocks(*word)) {
+            let room = &mut out[len..len + BLOCK];
+            let kept = _mm512_maskz_compress_epi32(block, place);
+            // SAFETY: 16 values have 64 bytes.
+            unsafe { _mm512_storeu_si512(room.as_mut_ptr().cast(), kept) };
+            len += block.count_ones() as usize;
+            place = _mm512_add_epi32(place, step);
+        }
+    }
+
+    /// Implements [`super::pick`]; `out` has at least [`BLOCK`] values more than there are set bits.
+    #[target_feature(enable = "avx512f,popcnt")]
+    pub fn pick(values: &[[u8; 4]], bits: &[u64], out: &mut [[u8; 4]]) {
+        let mut len = 0;
+        for (values, word) in values.chunks(WORD).zip(bits) {
+            for (values, block) in values.chunks(BLOCK).zip(blocks(*word)) {
+                let room = &mut out[len..len + BLOCK];
+                if let Some(values) = values.first_chunk::<BLOCK>() {
+                    // SAFETY: 16 values have 64 bytes, in both places; a prefetch accesses nothing.
+                    unsafe {
+                        _mm_prefetch::<_MM_HINT_T0>(values.as_ptr().cast::<i8>().wrapping_add(BYTES_AHEAD));
+                        let values = _mm512_loadu_si512(values.as_ptr().cast());
+                        let kept = _mm512_maskz_compress_epi32(block, values);
+                        _mm512_storeu_si512(room.as_mut_ptr().cast(), kept);
+                    }
+                } else {
+                    let kept = values.iter().enumerate().filter(|(l, _)| block >> l & 1 == 1);
+                    room.iter_mut()
+                        .zip(kept)
+                        .for_each(|(out, (_, value))| *out = *value);
+                }
+                len += block.count_ones() as usize;
+            }
+        }
+    }
+
+    /// The masks of the blocks of a word.
+    fn blocks(word: u64) -> [u16; WORD / BLOCK] {
+        std::array::from_fn(|i| (word >> (i * BLOCK)) as u16)
+    }
 }
 
 /// Returns the mask of at most one block of values.
@@ -153,9 +257,20 @@ mod tests {
                 assert_eq!(found, expected, "{n}");
                 at_least_in_blocks(&values, &maxima, threshold, &mut found);
                 assert_eq!(found, expected, "{n}");
+                let (each, has_nan) = at_least_each(&values, [7.5, threshold]);
+                assert_eq!((&each[1], has_nan), (&expected, n > 2), "{n}");
+                assert_eq!(each[0], at_least_each(&values, [threshold, 7.5]).0[1], "{n}");
                 let direct = (0..n).filter(|i| values[*i] >= threshold);
                 let direct: Vec<u32> = direct.map(|i| 7 + i as u32).collect();
                 assert_eq!(places(&found, 7), direct, "{n}");
+                let mut plain = vec![0; direct.len() + SELDOM_MORE];
+                write_places(&found, 7, &mut plain);
+                assert_eq!(plain[..direct.len()], direct, "{n}");
+                let bytes: Vec<[u8; 4]> = values.iter().map(|x| x.to_ne_bytes()).collect();
+                let mut picked = vec![[9; 4]; direct.len() + ROOM];
+                pick(&bytes, &found, &mut picked);
+                let direct: Vec<[u8; 4]> = direct.iter().map(|place| bytes[*place as usize - 7]).collect();
+                assert_eq!(picked[..direct.len()], direct, "{n}");
                 // A block that its maximum rules out is not read.
                 at_least_in_blocks(
                     &values,

@@ -1,14 +1,21 @@
 //! Loops over slices, compiled for several instruction sets; the best one is chosen at run time.
 //!
-//! The loops use no fused multiply-add and add in a fixed order, so each gives the same bits on every instruction set.
+//! The loops use no fused multiply-add, unless it has the same bits everywhere, and add in a fixed order, so each gives
+//! the same bits on every instruction set.
 //! They panic if slices that belong together differ in length.
 
 use multiversion::multiversion;
+use multiversion::target::match_target;
+
+use super::blocks::multiply_add;
 
 /// Partial sums of a reduction.
 const LANES: usize = 16;
 /// Partial sums of a dot product; they fill four registers of the widest instruction set.
 const WIDE: usize = 64;
+
+/// Adding this constant rounds to a whole number, which the low bits of the sum then hold.
+const ROUND: f32 = 12_582_912.0;
 
 /// Returns the dot product.
 #[multiversion(targets("x86_64+avx512f+avx512vl", "x86_64+avx2", "aarch64+neon"))]
@@ -52,10 +59,10 @@ fn short_dot(a: &[f32], b: &[f32]) -> f32 {
     sum
 }
 
-/// Adds the partial sums by halves.
+/// Adds the partial sums, a power of two of them, by halves.
 #[inline(always)]
-fn fold(mut acc: [f32; WIDE]) -> f32 {
-    let mut width = WIDE / 2;
+fn fold<const N: usize>(mut acc: [f32; N]) -> f32 {
+    let mut width = N / 2;
     while width > 0 {
         for l in 0..width {
             acc[l] += acc[l + width];
@@ -63,18 +70,6 @@ fn fold(mut acc: [f32; WIDE]) -> f32 {
         width /= 2;
     }
     acc[0]
-}
-
-/// Turns each pair of values (a, b) back by an angle, given by its cosine and sine: to (a cos + b sin, b cos - a sin).
-#[multiversion(targets("x86_64+avx512f+avx512vl", "x86_64+avx2", "aarch64+neon"))]
-pub fn turn(cos: &[f32], sin: &[f32], a: &mut [f32], b: &mut [f32]) {
-    let n = a.len();
-    assert!([cos.len(), sin.len(), b.len()] == [n; 3], "values of pairs");
-    for i in 0..n {
-        let (x, y) = (a[i], b[i]);
-        a[i] = x * cos[i] + y * sin[i];
-        b[i] = y * cos[i] - x * sin[i];
-    }
 }
 
 /// Returns the sum of the values, in f64.
@@ -109,13 +104,72 @@ pub fn axpy_f64(a: f64, x: &[f32], y: &mut [f64]) {
     }
 }
 
-/// Computes `y += a x + b` for integers x.
+/// Computes `y += a x + b` for integers x, and returns the largest y, ignoring NaN; of no values, negative infinity.
 #[multiversion(targets("x86_64+avx512f+avx512vl", "x86_64+avx2", "aarch64+neon"))]
-pub fn add_line(x: &[u16], a: f32, b: f32, y: &mut [f32]) {
+pub fn add_line(x: &[u16], a: f32, b: f32, y: &mut [f32]) -> f32 {
     assert_eq!(x.len(), y.len(), "values of a sum");
-    for (y, x) in y.iter_mut().zip(x) {
-        *y += b + a * f32::from(*x);
+    let add = |x: u16, y: &mut f32, largest: &mut f32| {
+        *y += b + a * f32::from(x);
+        *largest = if *y > *largest { *y } else { *largest };
+    };
+    let ((x, rest), (y, rest_y)) = (x.as_chunks::<LANES>(), y.as_chunks_mut::<LANES>());
+    let mut largest = [f32::NEG_INFINITY; LANES];
+    for (x, y) in x.iter().zip(y) {
+        for l in 0..LANES {
+            add(x[l], &mut y[l], &mut largest[l]);
+        }
     }
+    for ((x, y), largest) in rest.iter().zip(rest_y).zip(&mut largest) {
+        add(*x, y, largest);
+    }
+    let larger = |a: f32, b: &f32| if *b > a { *b } else { a };
+    largest.iter().fold(f32::NEG_INFINITY, larger)
+}
+
+/// Replaces `x[i]` by 2^(`x[i]` - shift), and returns the sum in f32.
+///
+/// # Numerics
+/// The relative error is below 2e-7 for differences from -126 to 127. Powers of smaller differences, and of NaN, are
+/// 2^-126, and those of larger ones 2^127. Another whole number as the shift gives the same bits times a power of two.
+#[multiversion(targets("x86_64+avx512f+avx512vl", "x86_64+avx2+fma", "aarch64+neon"))]
+pub fn exp2_shifted(x: &mut [f32], shift: i32) -> f32 {
+    match_target! {
+        "x86_64+avx512f+avx512vl" => powers_of_two::<true>(x, shift),
+        "x86_64+avx2+fma" => powers_of_two::<true>(x, shift),
+        "aarch64+neon" => powers_of_two::<true>(x, shift),
+        _ => powers_of_two::<false>(x, shift),
+    }
+}
+
+#[inline(always)]
+fn powers_of_two<const FMA: bool>(x: &mut [f32], shift: i32) -> f32 {
+    let (least, most) = (shift as f32 - 126.0, shift as f32 + 127.0);
+    let bias = 127i32.wrapping_sub(shift).wrapping_sub(ROUND.to_bits() as i32);
+    let power = |x: f32| {
+        let x = if x > least { x } else { least };
+        let x = if x < most { x } else { most };
+        let rounded = x + ROUND;
+        let r = x - (rounded - ROUND);
+        // The polynomial of this degree with the least relative error for |r| <= 1/2, among those that are 1 at 0.
+        let factors = [0.009_671_513, 0.055_507_336, 0.240_222_42, 0.693_147, 1.0];
+        let p = factors
+            .iter()
+            .fold(0.001_326_472_7, |p, factor| multiply_add::<FMA>(p, r, *factor));
+        p * f32::from_bits(((rounded.to_bits() as i32).wrapping_add(bias) as u32) << 23)
+    };
+    let (chunks, rest) = x.as_chunks_mut::<LANES>();
+    let mut acc = [0.0f32; LANES];
+    for chunk in chunks {
+        for l in 0..LANES {
+            chunk[l] = power(chunk[l]);
+            acc[l] += chunk[l];
+        }
+    }
+    for (x, acc) in rest.iter_mut().zip(&mut acc) {
+        *x = power(*x);
+        *acc += *x;
+    }
+    fold(acc)
 }
 
 /// Replaces `x[i]` by `exp(x[i] - shift)`, and returns their sum in f32. A NaN stays a NaN.
@@ -143,8 +197,6 @@ pub fn exp_shifted(x: &mut [f32], shift: f32) -> f32 {
 pub fn exp(x: f32) -> f32 {
     const LN2_HI: f32 = 0.693_359_4;
     const LN2_LO: f32 = -2.121_944_4e-4;
-    /// Adding this constant rounds to an integer, which the low bits of the sum then hold.
-    const ROUND: f32 = 12_582_912.0;
     let clamped = x.clamp(-87.3, 88.7);
     let rounded = clamped * std::f32::consts::LOG2_E + ROUND;
     let n = rounded - ROUND;
@@ -196,6 +248,16 @@ pub fn max_u16(x: &[u16]) -> u16 {
         max = max.max(*v);
     }
     max
+}
+
+/// Returns whether a value is NaN.
+#[multiversion(targets("x86_64+avx512f+avx512vl", "x86_64+avx2", "aarch64+neon"))]
+pub fn has_nan(x: &[f32]) -> bool {
+    let mut any = 0u32;
+    for v in x {
+        any |= u32::from(v.is_nan());
+    }
+    any != 0
 }
 
 /// Returns the sum of the values and the sum of their squares, in f64.
@@ -275,6 +337,32 @@ mod tests {
     }
 
     #[test]
+    fn powers_of_two_are_accurate_and_total() {
+        for shift in [-40, 0, 3, 200] {
+            let differences = (-12_600..=11_000).map(|i| i as f32 * 0.01);
+            let x: Vec<f32> = differences.map(|x| x + shift as f32).collect();
+            let mut powers = x.clone();
+            let sum = exp2_shifted(&mut powers, shift);
+            for (x, power) in x.iter().zip(&powers) {
+                let expected = (f64::from(*x) - f64::from(shift)).exp2();
+                let error = (f64::from(*power) - expected).abs() / expected;
+                assert!(error < 2e-7, "{x} {shift}: {error}");
+            }
+            let exact: f64 = powers.iter().map(|x| f64::from(*x)).sum();
+            assert!((f64::from(sum) - exact).abs() < 1e-5 * exact, "{shift}");
+            // 2^3 times as large, to the bit.
+            let mut others = x.clone();
+            exp2_shifted(&mut others, shift - 3);
+            let inner = powers.iter().zip(&others).skip(400);
+            inner.for_each(|(power, other)| assert_eq!(power * 8.0, *other));
+        }
+        let mut rest = [f32::NEG_INFINITY, -1e5, f32::NAN, 0.0, 1e5, f32::INFINITY];
+        exp2_shifted(&mut rest, 0);
+        let (least, most) = ((-126.0f32).exp2(), 127f32.exp2());
+        assert_eq!(rest, [least, least, least, 1.0, most, most]);
+    }
+
+    #[test]
     fn reductions_match_f64_at_every_length() {
         for n in [0, 1, 15, 16, 17, 63, 64, 65, 128, 200] {
             let a: Vec<f32> = (0..n).map(|i| (i as f32 * 0.37).sin()).collect();
@@ -296,15 +384,17 @@ mod tests {
             let whole: Vec<u16> = a.iter().map(|x| (1000.0 * (x + 1.0)) as u16).collect();
             assert_eq!(max_u16(&whole), whole.iter().copied().max().unwrap_or(0));
             let mut line = b.clone();
-            add_line(&whole, 0.5, -3.0, &mut line);
+            let largest = add_line(&whole, 0.5, -3.0, &mut line);
             let expected = whole
                 .iter()
                 .zip(&b)
                 .map(|(x, y)| y + (-3.0 + 0.5 * f32::from(*x)));
             assert_eq!(line, expected.collect::<Vec<f32>>());
-            assert!(all_finite(&a));
+            assert_eq!(largest, max(&line));
+            assert!(all_finite(&a) && !has_nan(&a));
         }
-        assert!(!all_finite(&[0.0, f32::NAN]));
+        assert!(!all_finite(&[0.0, f32::NAN]) && has_nan(&[0.0, f32::NAN]));
+        assert!(!has_nan(&[f32::INFINITY; 20]));
         assert!(!all_finite(&[f32::NEG_INFINITY; 40]));
         assert!(exp_shifted(&mut [0.0, f32::NAN], 0.0).is_nan());
     }

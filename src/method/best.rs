@@ -16,10 +16,10 @@ pub(super) trait Key: Copy + PartialOrd {
     /// Returns the key.
     fn key(self) -> u64;
 
-    /// Returns one bit per value, 64 bits to a word with the first value in the lowest bit: whether the value is at
-    /// least `bound`.
-    fn at_least(values: &[Self], bound: Self) -> Vec<u64> {
-        words(values, |x| x >= bound)
+    /// Returns one bit per value for each bound, 64 bits to a word with the first value in the lowest bit: whether the
+    /// value's key is at least the bound's.
+    fn reaching(values: &[Self], bounds: [Self; 2]) -> [Vec<u64>; 2] {
+        bounds.map(|bound| words(values, |x| x.key() >= bound.key()))
     }
 }
 
@@ -36,14 +36,17 @@ impl Key for f32 {
         u64::from((bits ^ ((bits >> 31) as u32 >> 1) as i32) as u32 ^ 1 << 31) << 32
     }
 
-    fn at_least(values: &[f32], bound: f32) -> Vec<u64> {
-        let mut bits = Vec::new();
-        masks::at_least(values, bound, &mut bits);
-        bits
+    fn reaching(values: &[f32], bounds: [f32; 2]) -> [Vec<u64>; 2] {
+        let (masks, has_nan) = masks::at_least_each(values, bounds);
+        // The two zeros, and NaN, compare differently as floats than as keys.
+        match has_nan || bounds.iter().any(|bound| bound.key() == ZERO) {
+            true => bounds.map(|bound| words(values, |x| x.key() >= bound.key())),
+            false => masks,
+        }
     }
 }
 
-/// Returns one bit per value, laid out as in [`Key::at_least`]: whether the value fulfils a condition.
+/// Returns one bit per value, laid out as in [`Key::reaching`]: whether the value fulfils a condition.
 fn words<T: Copy>(values: &[T], condition: impl Fn(T) -> bool) -> Vec<u64> {
     let word = |values: &[T]| {
         let mut bytes = [0u8; masks::WORD];
@@ -59,37 +62,34 @@ fn words<T: Copy>(values: &[T], condition: impl Fn(T) -> bool) -> Vec<u64> {
     values.chunks(masks::WORD).map(word).collect()
 }
 
-/// Returns one bit per value: whether its key is at least the key of `bound`.
-fn reaching<T: Key>(values: &[T], bound: T, has_nan: bool) -> Vec<u64> {
-    // The two zeros, and NaN, compare differently as floats than as keys.
-    match bound.key() == ZERO || has_nan {
-        true => words(values, |x| x.key() >= bound.key()),
-        false => T::at_least(values, bound),
-    }
-}
-
-fn has_nan<T: Key>(values: &[T]) -> bool {
-    // No early exit, which would prevent vectorisation.
-    values
-        .iter()
-        .fold(false, |any, x| any | x.partial_cmp(x).is_none())
-}
-
 /// Returns the places of the `count` largest values, ascending. The lower place wins a tie.
 ///
 /// Two values of a sample enclose the last value that is taken. Values above both are taken, and values between them
-/// are ranked.
+/// are ranked, in the same way if they are many.
 pub(super) fn largest<T: Key>(values: &[T], count: usize) -> Vec<u32> {
+    masks::places(&largest_mask(values, count), 0)
+}
+
+/// Returns the set that [`largest`] lists, one bit per value, laid out as in [`Key::reaching`].
+pub(super) fn largest_mask<T: Key>(values: &[T], count: usize) -> Vec<u64> {
     if count == 0 {
-        return Vec::new();
+        return none(values);
     }
     if count >= values.len() {
-        return (0..values.len() as u32).collect();
+        return all(values);
     }
-    let [low, high] = bounds(values, count);
-    let has_nan = has_nan(values);
-    let mut taken = high.map_or_else(|| none(values), |bound| reaching(values, bound, has_nan));
-    let mut close = low.map_or_else(|| all(values), |bound| reaching(values, bound, has_nan));
+    let (mut taken, mut close) = match bounds(values, count) {
+        [Some(low), Some(high)] => T::reaching(values, [high, low]).into(),
+        [Some(low), None] => {
+            let [close, _] = T::reaching(values, [low; 2]);
+            (none(values), close)
+        }
+        [None, Some(high)] => {
+            let [taken, _] = T::reaching(values, [high; 2]);
+            (taken, all(values))
+        }
+        [None, None] => (none(values), all(values)),
+    };
     if number_of(&taken) >= count || number_of(&close) < count {
         (taken, close) = (none(values), all(values));
     }
@@ -97,14 +97,22 @@ pub(super) fn largest<T: Key>(values: &[T], count: usize) -> Vec<u32> {
         .iter_mut()
         .zip(&taken)
         .for_each(|(close, taken)| *close &= !taken);
-    let key = |place: u32| (values[place as usize].key(), place);
-    let mut keys: Vec<(u64, u32)> = masks::places(&close, 0).into_iter().map(key).collect();
     let need = count - number_of(&taken);
-    keys.select_nth_unstable_by(need - 1, |a, b| b.0.cmp(&a.0).then(a.1.cmp(&b.1)));
-    for (_, place) in &keys[..need] {
-        taken[*place as usize / masks::WORD] |= 1 << (*place as usize % masks::WORD);
+    let close = masks::places(&close, 0);
+    let mut take = |place: u32| taken[place as usize / masks::WORD] |= 1 << (place as usize % masks::WORD);
+    // If the sample does not halve the values, they hardly differ, and another one would not help.
+    if close.len() >= LEAST_STRIDE * SAMPLED && close.len() <= values.len() / 2 {
+        let between: Vec<T> = close.iter().map(|place| values[*place as usize]).collect();
+        largest(&between, need)
+            .iter()
+            .for_each(|i| take(close[*i as usize]));
+    } else {
+        let key = |place: u32| (values[place as usize].key(), place);
+        let mut keys: Vec<(u64, u32)> = close.into_iter().map(key).collect();
+        keys.select_nth_unstable_by(need - 1, |a, b| b.0.cmp(&a.0).then(a.1.cmp(&b.1)));
+        keys[..need].iter().for_each(|(_, place)| take(*place));
     }
-    masks::places(&taken, 0)
+    taken
 }
 
 /// Estimates two bounds from a sample: one that more than `count` values reach, and one that fewer than `count` reach.
@@ -281,10 +289,15 @@ mod tests {
                 assert_eq!(largest(&single, count), ranked(&double, count), "{count}");
             }
         }
+        // So many values lie between the bounds that they are sampled again.
+        let longer: Vec<f64> = (0..300_000).map(|i| noise(i) + noise(7 * i)).collect();
+        for count in [100_000, 200_000] {
+            assert_eq!(largest(&longer, count), ranked(&longer, count), "{count}");
+        }
         let values = list(&noise);
         for count in [60, 2_400, 30_000] {
-            let [low, high] =
-                bounds(&values, count).map(|bound| bound.map(|x| number_of(&reaching(&values, x, false))));
+            let [low, high] = bounds(&values, count)
+                .map(|bound| bound.map(|x| number_of(&words(&values, |value| value >= x))));
             assert!(low.is_some_and(|n| n > count && n - count < 5_000), "{low:?}");
             assert!(high.is_none_or(|n| n < count && count - n < 5_000), "{high:?}");
         }

@@ -104,8 +104,8 @@ impl Retriever for Wpq {
         let (c, width) = (step.candidates.clone(), self.codebook.width());
         let rows = c.start * width..c.end * width;
         let codes: Vec<&[u8]> = self.codes.iter().map(|codes| &codes[rows.clone()]).collect();
-        let words = self.codebook.scores(step.q_rope, c.clone());
-        let chosen = choose(&words, &codes, width, &static_scores(step), step.budget).into_iter();
+        let words = self.codebook.scores(step.q_rope, c.start);
+        let chosen = choose(words, &codes, width, &static_scores(step), step.budget).into_iter();
         chosen.map(|p| p + c.start as u32).collect::<Vec<u32>>().into()
     }
 

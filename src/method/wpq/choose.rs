@@ -4,23 +4,33 @@ use std::cell::Cell;
 
 use ndarray::{Array2, ArrayView1};
 
-use super::scores::{Levels, Places, WordScores};
+use super::codebook::in_bits;
+use super::scores::{CHUNK, WordScores};
+use super::waves::{self, LINES_AT_ONCE};
+use crate::compute::blocks::Row;
+use crate::compute::masks;
 use crate::compute::products::all_products;
 use crate::compute::simd;
 use crate::method::Step;
-use crate::method::best::largest;
+use crate::method::best::{largest, largest_mask};
 
-/// Scores per step of a sum of exponentials, so that they are still in the cache when they are summed.
-const CHUNK: usize = 4096;
+/// Powers whose sum is in f32, before it is added to others in f64.
+const SUMMED: usize = 1024;
 /// How many keys the second stage scores per key of the budget.
 pub(super) const REFINED: usize = 4;
 
-/// Returns the exact scores of a step's queries with the static set, which the step attends anyway: `[r,positions]`.
+/// Returns the exact scores, in bits, of a step's queries with the static set, which the step attends anyway:
+/// `[r,positions]`.
 pub(super) fn static_scores(step: &Step) -> Array2<f32> {
-    let outside = |p: &usize| !step.candidates.contains(p);
-    let positions: Vec<u32> = step.visible.clone().filter(outside).map(|p| p as u32).collect();
-    let scale = 1.0 / (step.q_rope.ncols() as f32).sqrt();
-    all_products(step.q_rope, scale, step.kv.keys(), &positions)
+    let (visible, candidates) = (&step.visible, &step.candidates);
+    let outside = (visible.start..candidates.start).chain(candidates.end..visible.end);
+    let positions: Vec<u32> = outside.map(|p| p as u32).collect();
+    all_products(
+        step.q_rope,
+        in_bits(step.q_rope.ncols()),
+        step.kv.keys(),
+        &positions,
+    )
 }
 
 /// Returns the number of keys that the second stage scores.
@@ -38,7 +48,7 @@ pub(super) fn refined(budget: usize, n: usize) -> usize {
 /// # Numerics
 /// Probabilities in f32, their denominators in f64.
 pub(super) fn choose(
-    words: &WordScores,
+    mut words: WordScores,
     codes: &[&[u8]],
     width: usize,
     fixed: &Array2<f32>,
@@ -47,15 +57,16 @@ pub(super) fn choose(
     let n = codes[0].len() / width;
     let mut scratch = SCRATCH.take();
     let mut all: Vec<Softmax> = fixed.outer_iter().map(Softmax::new).collect();
-    scratch.first_stage(words, n, codes[0], &mut all);
+    scratch.first_stage(&mut words, n, codes[0], width, &mut all);
     let places = match codes {
-        [_] => largest(&scratch.mass, budget),
-        _ => {
-            let places = largest(&scratch.mass, refined(budget, n));
-            scratch.all_stages(words, codes, width, &places, &mut all);
+        [_, second] => {
+            let mask = largest_mask(&scratch.mass, refined(budget, n));
+            let places = masks::places(&mask, 0);
+            scratch.second_stage(&mut words, second, width, (&mask, &places), &mut all);
             let best = largest(&scratch.mass, budget).into_iter();
             best.map(|i| places[i as usize]).collect()
         }
+        _ => largest(&scratch.mass, budget),
     };
     SCRATCH.set(scratch);
     places
@@ -65,50 +76,76 @@ pub(super) fn choose(
 /// computation on it.
 #[derive(Default)]
 struct Scratch {
-    /// The estimated scores of one query head, as levels.
-    levels: Levels,
-    /// The estimated scores, and later their exponentials, `[r,n]`.
-    scores: Vec<Vec<f32>>,
-    /// The estimated probabilities, summed over the query heads, `[n]`.
+    /// The powers of two of all keys' scores by the first stage, `[r,n]`, with room for whole rows.
+    first: Vec<Vec<Row>>,
+    /// Those of the refined keys' scores by both stages, `[r,refined]`.
+    both: Vec<Vec<f32>>,
+    /// The powers of one query head by the first stage, of the refined keys.
+    own: Vec<f32>,
+    /// The estimated probabilities, summed over the query heads, of the keys that were scored last.
     mass: Vec<f32>,
-    /// The codes of the refined keys, `[refined,width]` per stage.
-    gathered: Vec<Vec<u8>>,
+    /// The codes of the refined keys, `[refined,width]`.
+    codes: Vec<u8>,
 }
 
 impl Scratch {
     /// Scores all n keys by the first stage.
-    fn first_stage(&mut self, words: &WordScores, n: usize, codes: &[u8], all: &mut [Softmax]) {
-        self.scores.resize_with(all.len(), Vec::new);
-        for (a, (all, scores)) in all.iter_mut().zip(&mut self.scores).enumerate() {
-            if words.levels(a, n, codes, &mut self.levels) {
-                all.add_levels(&mut self.levels, scores);
-            } else {
-                words.estimate(a, Places::All(n), &[codes], scores);
-                all.add(scores);
-            }
-        }
-        masses(all, &self.scores, &mut self.mass);
-    }
-
-    /// Scores the keys at some places by all stages, and replaces their scores by the first stage.
-    fn all_stages(
+    fn first_stage(
         &mut self,
-        words: &WordScores,
-        codes: &[&[u8]],
+        words: &mut WordScores,
+        n: usize,
+        codes: &[u8],
         width: usize,
-        places: &[u32],
         all: &mut [Softmax],
     ) {
-        self.gathered.resize_with(codes.len(), Vec::new);
-        let stages = codes.iter().zip(&mut self.gathered);
-        stages.for_each(|(codes, gathered)| gather(codes, width, places, gathered));
-        let gathered: Vec<&[u8]> = self.gathered.iter().map(Vec::as_slice).collect();
-        for (a, (all, scores)) in all.iter_mut().zip(&mut self.scores).enumerate() {
-            all.remove(scores, places);
-            words.estimate(a, Places::These(places), &gathered, scores);
-            all.add(scores);
+        self.first.resize_with(all.len(), Vec::new);
+        let rows = waves::rows(n);
+        self.first
+            .iter_mut()
+            .for_each(|powers| powers.resize(rows, Row::ZERO));
+        for (start, row) in (0..n).step_by(CHUNK).zip((0..rows).step_by(LINES_AT_ONCE)) {
+            let keys = CHUNK.min(n - start);
+            let codes = &codes[start * width..][..keys * width];
+            for (a, (all, powers)) in all.iter_mut().zip(&mut self.first).enumerate() {
+                let (before, now) = powers.split_at_mut(row);
+                let now = &mut now[..waves::rows(keys)];
+                let highest = words.first_stage(a, keys, codes, now);
+                all.add(
+                    Row::values_mut(before),
+                    &mut Row::values_mut(now)[..keys],
+                    highest,
+                );
+            }
         }
-        masses(all, &self.scores, &mut self.mass);
+        let powers = self.first.iter().map(|powers| &Row::values(powers)[..n]);
+        masses(all, n, powers, &mut self.mass);
+    }
+
+    /// Adds the second stage to the scores of the keys in a set, given as a mask and as a list.
+    fn second_stage(
+        &mut self,
+        words: &mut WordScores,
+        codes: &[u8],
+        width: usize,
+        (mask, places): (&[u64], &[u32]),
+        all: &mut [Softmax],
+    ) {
+        let n = places.len();
+        gather(codes, width, (mask, places), &mut self.codes);
+        self.own.resize(n + masks::ROOM, 0.0);
+        self.both.resize_with(all.len(), Vec::new);
+        let powers = self.first.iter().zip(&mut self.both);
+        for (a, (all, (first, both))) in all.iter_mut().zip(powers).enumerate() {
+            masks::pick(
+                bytemuck::cast_slice(first),
+                mask,
+                bytemuck::cast_slice_mut(&mut self.own),
+            );
+            both.resize(n, 0.0);
+            let highest = words.second_stage(a, &self.codes[..n * width], both);
+            all.raise(&self.own[..n], both, highest);
+        }
+        masses(all, n, self.both.iter().map(Vec::as_slice), &mut self.mass);
     }
 }
 
@@ -116,99 +153,78 @@ thread_local! {
     static SCRATCH: Cell<Scratch> = Cell::default();
 }
 
-/// Writes the codes, `[n,width]`, of the keys at some places to `out`.
-fn gather(codes: &[u8], width: usize, places: &[u32], out: &mut Vec<u8>) {
-    fn rows<const W: usize>(codes: &[u8], places: &[u32], out: &mut [u8]) {
-        let codes: &[[u8; W]] = codes.as_chunks().0;
-        let rows: &mut [[u8; W]] = out.as_chunks_mut().0;
-        rows.iter_mut()
-            .zip(places)
-            .for_each(|(row, p)| *row = codes[*p as usize]);
+/// Writes the codes, `[n,width]`, of the keys in a set, given as a mask and as a list, to `out`, with room for more.
+fn gather(codes: &[u8], width: usize, (mask, places): (&[u64], &[u32]), out: &mut Vec<u8>) {
+    out.resize((places.len() + masks::ROOM) * width, 0);
+    if width == 4 {
+        return masks::pick(codes.as_chunks().0, mask, out.as_chunks_mut().0);
     }
-    out.resize(places.len() * width, 0);
-    match width {
-        1 => rows::<1>(codes, places, out),
-        2 => rows::<2>(codes, places, out),
-        4 => rows::<4>(codes, places, out),
-        _ => {
-            let rows = out.chunks_exact_mut(width).zip(places);
-            rows.for_each(|(row, p)| row.copy_from_slice(&codes[*p as usize * width..][..width]));
+    let rows = out.chunks_exact_mut(width).zip(places);
+    rows.for_each(|(row, p)| row.copy_from_slice(&codes[*p as usize * width..][..width]));
+}
+
+/// Writes the probabilities of n keys, summed over the query heads, to `mass`; they come from powers, `[n]` for each
+/// query head.
+fn masses<'a>(
+    all: &[Softmax],
+    n: usize,
+    powers: impl Iterator<Item = &'a [f32]> + Clone,
+    mass: &mut Vec<f32>,
+) {
+    mass.resize(n, 0.0);
+    for (i, mass) in mass.chunks_mut(CHUNK).enumerate() {
+        mass.fill(0.0);
+        for (all, powers) in all.iter().zip(powers.clone()) {
+            simd::axpy(all.share(), &powers[i * CHUNK..][..mass.len()], mass);
         }
     }
 }
 
-/// Writes the probabilities, summed over the query heads, to `mass`; they come from the exponentials that were added
-/// last, `[r,n]`.
-fn masses(all: &[Softmax], exponentials: &[Vec<f32>], mass: &mut Vec<f32>) {
-    mass.clear();
-    mass.resize(exponentials.first().map_or(0, Vec::len), 0.0);
-    for (all, exponentials) in all.iter().zip(exponentials) {
-        simd::axpy((1.0 / all.sum) as f32, exponentials, mass);
-    }
-}
-
-/// A softmax's denominator: the sum of `exp(score - shift)`.
+/// A softmax's denominator: the sum of `2^(score - shift)`.
 struct Softmax {
-    shift: f32,
+    /// At least as large as every score.
+    shift: i32,
     sum: f64,
 }
 
 impl Softmax {
     fn new(scores: ArrayView1<f32>) -> Self {
         let mut empty = Self {
-            shift: f32::NEG_INFINITY,
+            shift: i32::MIN / 2,
             sum: 0.0,
         };
-        empty.add(&mut scores.to_vec());
+        let mut scores = scores.to_vec();
+        let highest = simd::max(&scores);
+        empty.add(&mut [], &mut scores, highest);
         empty
     }
 
-    /// Adds scores, and replaces each by `exp(score - shift)`. The new shift is the largest score so far.
-    fn add(&mut self, scores: &mut [f32]) {
-        if self.shift_to(simd::max(scores)) {
-            for scores in scores.chunks_mut(CHUNK) {
-                simd::exp_shifted(scores, self.shift);
-                self.sum += simd::sum(scores);
-            }
+    /// Adds scores, of which `highest` is the largest, and replaces each by `2^(score - shift)`. If one exceeds the
+    /// shift, the shift rises, and the powers `before`, which it applies to as well, are scaled.
+    fn add(&mut self, before: &mut [f32], scores: &mut [f32], highest: f32) {
+        let shift = self.shift.max(highest.ceil() as i32);
+        if shift > self.shift {
+            let factor = (f64::from(self.shift) - f64::from(shift)).exp2();
+            simd::scale(before, factor as f32);
+            (self.sum, self.shift) = (self.sum * factor, shift);
+        }
+        for scores in scores.chunks_mut(SUMMED) {
+            self.sum += f64::from(simd::exp2_shifted(scores, self.shift));
         }
     }
 
-    /// Adds scores that are given as levels, and writes to `out` what [`Self::add`] would leave in their place.
-    fn add_levels(&mut self, levels: &mut Levels, out: &mut Vec<f32>) {
-        let scores = &mut levels.scores[..=usize::from(levels.highest)];
-        let is_shifted = self.shift_to(scores[scores.len() - 1]);
-        if is_shifted {
-            simd::exp_shifted(scores, self.shift);
-        }
-        out.clear();
-        levels.write(out);
-        if is_shifted {
-            let chunks = out.chunks(CHUNK);
-            chunks.for_each(|exponentials| self.sum += simd::sum(exponentials));
-        }
+    /// Adds `raises`, of which `highest` is the largest, to scores whose powers are `own`, and replaces each by its new
+    /// score's power.
+    fn raise(&mut self, own: &[f32], raises: &mut [f32], highest: f32) {
+        let others = (self.sum - simd::sum(own)).max(0.0);
+        let shift = highest.ceil() as i32;
+        simd::exp2_shifted(raises, shift);
+        raises.iter_mut().zip(own).for_each(|(power, own)| *power *= own);
+        self.sum = others * (-f64::from(shift)).exp2() + simd::sum(raises);
     }
 
-    /// Makes `highest` the shift if it is larger than all scores so far. Returns whether there is a shift.
-    fn shift_to(&mut self, highest: f32) -> bool {
-        let shift = highest.max(self.shift);
-        let is_shifted = shift > f32::NEG_INFINITY;
-        if is_shifted {
-            self.sum *= f64::from(self.shift - shift).exp();
-            self.shift = shift;
-        }
-        is_shifted
-    }
-
-    /// Removes the exponentials at some places from the sum; the exponentials are those that were added last.
-    fn remove(&mut self, exponentials: &[f32], places: &[u32]) {
-        // Several partial sums, so that no addition waits for the one before it.
-        let mut sums = [0.0; 8];
-        let (blocks, rest) = places.as_chunks::<8>();
-        for places in blocks.iter().map(<[u32; 8]>::as_slice).chain([rest]) {
-            for (sum, place) in sums.iter_mut().zip(places) {
-                *sum += f64::from(exponentials[*place as usize]);
-            }
-        }
-        self.sum = (self.sum - sums.iter().sum::<f64>()).max(0.0);
+    /// Returns what turns a power into a probability.
+    fn share(&self) -> f32 {
+        (1.0 / self.sum).min(f64::from(f32::MAX)) as f32
     }
 }

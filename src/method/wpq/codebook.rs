@@ -245,22 +245,27 @@ impl HeadCodebook {
         stages.map(|stage| stage.encode(&mut left)).collect()
     }
 
-    /// Scores all words, and the mean at every candidate, for the queries of a step, q_rope `[r,d]`. Scores are divided
-    /// by the square root of d.
+    /// Scores all words for the queries of a step, q_rope `[r,d]`, and the mean at the candidates from position `first`
+    /// on. Scores are in bits: divided by the square root of d, and multiplied by log2(e).
     ///
     /// # Numerics
     /// f32.
-    pub(super) fn scores(&self, q_rope: ArrayView2<f32>, candidates: Range<usize>) -> WordScores {
-        let scale = 1.0 / (q_rope.ncols() as f32).sqrt();
+    pub(super) fn scores(&self, q_rope: ArrayView2<f32>, first: usize) -> WordScores<'_> {
+        let scale = in_bits(q_rope.ncols());
         let y = product(q_rope, self.query_map.view()) * scale;
         let of = |stage: &Stage| y.outer_iter().map(|y| stage.scores(y)).collect();
-        let at = |path: &MeanPath| path.scores(q_rope, candidates.start, candidates.len(), scale);
         WordScores {
             mean: (q_rope.dot(&self.mean) * scale).to_vec(),
-            path: self.path.as_ref().map(at),
+            path: self.path.as_ref().map(|path| path.scores(q_rope, first, scale)),
             stages: self.stages.iter().map(of).collect(),
+            sums: Vec::new(),
         }
     }
+}
+
+/// Returns what turns a product of d channels into a score in bits.
+pub(super) fn in_bits(d: usize) -> f32 {
+    std::f32::consts::LOG2_E / (d as f32).sqrt()
 }
 
 impl Stage {

@@ -9,7 +9,7 @@ use std::sync::Arc;
 
 use ndarray::{Array1, Array2, ArrayView1, ArrayView2, ArrayViewMut2};
 
-use super::waves::Waves;
+use super::waves::{Walks, Waves};
 use crate::compute::layout::elements_mut;
 use crate::model::rope::Rope;
 
@@ -88,23 +88,17 @@ impl MeanPath {
         }
     }
 
-    /// Returns the scores of rotated queries, `[r,d]`, with the mean at `n` positions from `first` on, times `scale`:
-    /// `[n]` for each query.
-    ///
-    /// # Numerics
-    /// f32.
-    pub fn scores(&self, q_rope: ArrayView2<f32>, first: usize, n: usize, scale: f32) -> Vec<Vec<f32>> {
-        let of = |query: ArrayView1<f32>| {
-            let query: Vec<f32> = query.iter().map(|x| x * scale).collect();
-            self.waves.scores(&query, self.mean.view(), first, n)
-        };
-        q_rope.rows().into_iter().map(of).collect()
+    /// Returns the scores of rotated queries, `[r,d]`, with the mean at the positions from `first` on, times `scale`.
+    pub(super) fn scores(&self, q_rope: ArrayView2<f32>, first: usize, scale: f32) -> Walks<'_> {
+        Walks::new(&self.waves, q_rope, scale, self.mean.view(), first)
     }
 }
 
 #[cfg(test)]
 mod tests {
+    use super::super::waves::{LINES_AT_ONCE, rows};
     use super::*;
+    use crate::compute::blocks::Row;
     use crate::model::rope::{RopeConfig, RopeScaling};
     use crate::testing::values;
 
@@ -124,11 +118,15 @@ mod tests {
             let mut subtracted = Array2::zeros((n, d));
             path.subtract(subtracted.view_mut(), first);
             let expected = -queries.dot(&subtracted.t()) * 0.25;
-            let scores = path.scores(queries.view(), first, n, 0.25);
-            assert!(scores.iter().all(|scores| scores.len() == n));
-            for (score, expected) in scores.iter().flatten().zip(&expected) {
-                // An angle at position 1,000 is rounded to 6e-5 in f32.
-                assert!((score - expected).abs() < 1e-3, "{first} {n}: {score} {expected}");
+            let mut walks = path.scores(queries.view(), first, 0.25);
+            for (a, expected) in expected.rows().into_iter().enumerate() {
+                let mut scores = vec![Row::ZERO; rows(n)];
+                let blocks = scores.chunks_mut(LINES_AT_ONCE);
+                blocks.for_each(|scores| walks.advance(a, scores));
+                for (score, expected) in Row::values(&scores).iter().zip(expected) {
+                    // An angle at position 1,000 is rounded to 6e-5 in f32.
+                    assert!((score - expected).abs() < 1e-3, "{first} {n}: {score} {expected}");
+                }
             }
             largest = expected.iter().fold(largest, |a, x| a.max(x.abs()));
         }

@@ -1,23 +1,26 @@
-//! Estimated scores of keys: sums of table entries over the numbers of a code.
+//! Estimated scores of keys: sums of table entries over the numbers of a code. Scores are in bits, the logarithms of
+//! probabilities to the base 2.
 
+use super::waves::{LINE, LINES_AT_ONCE, Walks};
+use crate::compute::blocks::Row;
 use crate::compute::signs::{self, PATTERNS};
 use crate::compute::simd;
 
 /// Number of values of a byte.
 const BYTES: usize = 256;
-/// Number of values that a sum of rounded entries may have.
-const LEVELS: usize = 1 << 16;
-/// Keys that are scored together, so that their sums stay in the cache.
-const CHUNK: usize = 4096;
+/// The most keys that are scored together, so that their scores stay in the cache.
+pub(super) const CHUNK: usize = LINES_AT_ONCE * LINE;
 
 /// The scores of all words for the queries of one step.
-pub(super) struct WordScores {
+pub(super) struct WordScores<'a> {
     /// The score of the mean key, `[r]`.
     pub mean: Vec<f32>,
-    /// The score of the mean's path at each candidate, `[n]` for each query head, if codes describe the keys around it.
-    pub path: Option<Vec<Vec<f32>>>,
+    /// The scores of the mean's path from the first candidate on, if codes describe the keys around it.
+    pub path: Option<Walks<'a>>,
     /// The scores of the words, by stage and query head.
     pub stages: Vec<Vec<WordTable>>,
+    /// Room for the sums of rounded entries.
+    pub sums: Vec<u16>,
 }
 
 /// The scores of the words of one stage for one query.
@@ -44,16 +47,22 @@ impl WordTable {
         }
     }
 
-    /// Adds the sum of the entries of each code, `[n,width]`, to `out` `[n]`, where n is at most [`CHUNK`].
-    fn add(&self, codes: &[u8], out: &mut [f32]) {
+    /// Adds `base` and the sum of the entries of each code, `[n,width]`, to `out` `[n]`, where n is at most [`CHUNK`].
+    /// Returns the largest value. What `sums` holds is lost.
+    fn add(&self, codes: &[u8], base: f32, sums: &mut Vec<u16>, out: &mut [f32]) -> f32 {
         match self {
-            Self::Rounded(rounded) => rounded.add(codes, out),
+            Self::Rounded(rounded) => {
+                sums.resize(out.len(), 0);
+                rounded.tables.sums(codes, sums);
+                simd::add_line(sums, rounded.step, base + rounded.least, out)
+            }
             Self::Exact(table) => {
                 let width = table.len() / BYTES;
                 for (out, code) in out.iter_mut().zip(codes.chunks_exact(width)) {
                     let cells = code.iter().zip(table.as_chunks::<BYTES>().0);
-                    *out += cells.map(|(byte, table)| table[usize::from(*byte)]).sum::<f32>();
+                    *out += base + cells.map(|(byte, table)| table[usize::from(*byte)]).sum::<f32>();
                 }
+                simd::max(out)
             }
         }
     }
@@ -80,101 +89,36 @@ impl Rounded {
             step,
         }
     }
-
-    fn add(&self, codes: &[u8], out: &mut [f32]) {
-        let mut sums = [0; CHUNK];
-        let sums = &mut sums[..out.len()];
-        self.tables.sums(codes, sums);
-        simd::add_line(sums, self.step, self.least, out);
-    }
 }
 
-/// Places of candidates.
-#[derive(Clone, Copy)]
-pub(super) enum Places<'a> {
-    /// The first n, which are all.
-    All(usize),
-    /// Some of them.
-    These(&'a [u32]),
-}
-
-impl Places<'_> {
-    fn len(self) -> usize {
-        match self {
-            Self::All(n) => n,
-            Self::These(places) => places.len(),
-        }
-    }
-}
-
-/// The scores of many keys that take only few different values, the levels.
-#[derive(Default)]
-pub(super) struct Levels {
-    /// The level of each key.
-    pub of: Vec<u16>,
-    /// The highest level of any key.
-    pub highest: u16,
-    /// The score of each level up to the highest, ascending, with room for all other levels.
-    pub scores: Vec<f32>,
-}
-
-impl Levels {
-    /// Appends the score of every key to `out`.
-    pub fn write(&self, out: &mut Vec<f32>) {
-        // There is one score for every possible level, so that no index has to be checked.
-        if let Some(scores) = self.scores.first_chunk::<LEVELS>() {
-            out.extend(self.of.iter().map(|level| scores[usize::from(*level)]));
-        }
-    }
-}
-
-impl WordScores {
-    /// Writes the estimated scores of n keys for query head `a` as levels, from the codes of the first stage,
-    /// `[n,width]`. Returns false if it cannot: if groups do not have 16 words, or the mean has a path. The scores are
-    /// those of [`Self::estimate`].
-    pub fn levels(&self, a: usize, n: usize, codes: &[u8], out: &mut Levels) -> bool {
-        let WordTable::Rounded(rounded) = &self.stages[0][a] else {
-            return false;
-        };
-        if self.path.is_some() {
-            return false;
-        }
-        out.of.resize(n, 0);
-        rounded.tables.sums(codes, &mut out.of);
-        out.highest = simd::max_u16(&out.of);
-        out.scores.resize(LEVELS, 0.0);
-        for (score, level) in out.scores.iter_mut().zip(0..=out.highest) {
-            *score = self.mean[a] + (rounded.least + rounded.step * f32::from(level));
-        }
-        true
-    }
-
-    /// Writes the estimated scores of keys for query head `a` to `out`, from the codes of the first `codes.len()`
-    /// stages, `[n,width]` each: of the candidates at some places, or of all.
+impl WordScores<'_> {
+    /// Writes the estimated scores of the next n keys for query head `a` to the first values of `scores`, from their codes
+    /// of the first stage, `[n,width]`, and returns the largest. Calls score the keys in order, all but the last
+    /// [`CHUNK`] of them.
     ///
     /// # Numerics
-    /// f32: the mean, its path, then the stages in order.
-    pub fn estimate(&self, a: usize, places: Places, codes: &[&[u8]], out: &mut Vec<f32>) {
-        let (n, mean) = (places.len(), self.mean[a]);
-        let path = self.path.as_ref().map(|path| &path[a]);
-        out.clear();
-        for start in (0..n).step_by(CHUNK) {
-            let chunk = start..n.min(start + CHUNK);
-            match (path, places) {
-                (None, _) => out.resize(chunk.end, mean),
-                (Some(path), Places::All(_)) => out.extend(path[chunk.clone()].iter().map(|x| mean + x)),
-                (Some(path), Places::These(places)) => {
-                    let own = places[chunk.clone()].iter().map(|place| path[*place as usize]);
-                    out.extend(own.map(|x| mean + x));
-                }
-            }
-            for (stage, codes) in self.stages.iter().zip(codes) {
-                let width = codes.len() / n;
-                stage[a].add(
-                    &codes[chunk.start * width..chunk.end * width],
-                    &mut out[chunk.clone()],
-                );
-            }
+    /// f32: the path of the mean, plus the mean and the first stage.
+    pub fn first_stage(&mut self, a: usize, n: usize, codes: &[u8], scores: &mut [Row]) -> f32 {
+        if let Some(walks) = &mut self.path {
+            walks.advance(a, scores);
         }
+        let scores = &mut Row::values_mut(scores)[..n];
+        if self.path.is_none() {
+            scores.fill(0.0);
+        }
+        self.stages[0][a].add(codes, self.mean[a], &mut self.sums, scores)
+    }
+
+    /// Writes to `out` `[n]` what the second stage adds to the scores of keys for query head `a`, from their codes
+    /// of this stage, `[n,width]`. Returns the largest.
+    pub fn second_stage(&mut self, a: usize, codes: &[u8], out: &mut [f32]) -> f32 {
+        let (table, sums) = (&self.stages[1][a], &mut self.sums);
+        let width = codes.len().checked_div(out.len()).unwrap_or(1);
+        let chunks = codes.chunks(CHUNK * width).zip(out.chunks_mut(CHUNK));
+        let largest = chunks.map(|(codes, out)| {
+            out.fill(0.0);
+            table.add(codes, 0.0, sums, out)
+        });
+        largest.fold(f32::NEG_INFINITY, f32::max)
     }
 }

@@ -1,25 +1,28 @@
-//! The scores of a query with one vector that is rotated to many consecutive positions.
+//! The scores of queries with one vector that is rotated to many consecutive positions.
 //!
 //! Such a score is a sum of waves, one per pair of channels: with a frequency w, it is
 //! `q . R_p m = sum (a cos(p w) + b sin(p w))`, where a and b are products of the pair's channels of q and m. A matrix
 //! product sums the waves of a line of consecutive positions. Over one line, the slow waves are together a polynomial of
 //! the position, so that a few terms serve for all of them.
 
-use ndarray::{Array2, ArrayView1, s};
+use std::f64::consts::PI;
+
+use multiversion::multiversion;
+use ndarray::{ArrayView1, ArrayView2};
 
 use crate::compute::blocks::{PANEL, PANELS, PanelLine, Row, SIDE, TILE, multiply};
-use crate::compute::layout::{elements, elements_mut};
-use crate::compute::{gemm, simd};
 use crate::model::rope::Rope;
 
 /// Consecutive positions whose scores are one row of a product.
-const LINE: usize = SIDE;
-/// Lines that are scored together, so that the factors stay in the processor's cache.
-const LINES_AT_ONCE: usize = 4 * TILE;
-/// Terms of the polynomial.
+pub(super) const LINE: usize = SIDE;
+/// The most lines that are scored together, so that factors and scores stay in the processor's cache.
+pub(super) const LINES_AT_ONCE: usize = 2 * TILE;
+/// Chebyshev polynomials of an even degree, from 0 on, whose sum is the cosine of a slow wave; as many of an odd degree
+/// are its sine.
 const TERMS: usize = 8;
-/// The largest angle, in half a line, of a slow wave: `SLOW^TERMS / TERMS!` is below the rounding of f32.
-const SLOW: f64 = 0.45;
+/// The largest angle, in half a line, of a slow wave. The next polynomial's factor, `2 J_16(4.5)`, is below the rounding
+/// of f32.
+const SLOW: f64 = 4.5;
 
 /// The waves of a rotation.
 pub(super) struct Waves {
@@ -31,13 +34,13 @@ pub(super) struct Waves {
     n_fast: usize,
     /// Cosines and sines of the angles of a whole line, in this order.
     turn: [Vec<f32>; 2],
-    /// Per pair: the wave at each position of a line, the cosines of the fast pairs, then their sines, then the powers of
-    /// the position, from -1 to 1: `[depth / SIDE, PANELS, SIDE]`.
+    /// Per pair: the wave at each position of a line, the cosines of the fast pairs, then their sines, then the
+    /// polynomials of even degree, then those of odd degree: `[depth / SIDE, PANELS, SIDE]`.
     table: Vec<PanelLine>,
     /// Number of lines of the table that are used, in all its blocks.
     depth: usize,
-    /// The polynomial of each slow pair, `[2 slow, TERMS]`: of the cosines, then of the sines.
-    series: Array2<f32>,
+    /// For each slow pair, the factors of the polynomials of its cosine, then of its sine.
+    series: Vec<[[f32; TERMS]; 2]>,
 }
 
 impl Waves {
@@ -49,7 +52,7 @@ impl Waves {
         let (fast, slow): (Vec<usize>, Vec<usize>) =
             (0..frequencies.len()).partition(|pair| half_angle(*pair).abs() > SLOW);
         let n_fast = fast.len();
-        let depth = 2 * n_fast + if slow.is_empty() { 0 } else { TERMS };
+        let depth = 2 * n_fast + if slow.is_empty() { 0 } else { 2 * TERMS };
         let mut table = vec![PanelLine::ZERO; depth.div_ceil(SIDE) * PANELS * SIDE];
         for at in 0..depth {
             for position in 0..LINE {
@@ -59,22 +62,21 @@ impl Waves {
                 } else if at < 2 * n_fast {
                     factor * angle(fast[at - n_fast]).sin()
                 } else {
-                    (position as f64 / (LINE / 2) as f64 - 1.0).powi((at - 2 * n_fast) as i32)
+                    let (parity, term) = ((at - 2 * n_fast) / TERMS, (at - 2 * n_fast) % TERMS);
+                    chebyshev(2 * term + parity, position as f64 / (LINE / 2) as f64 - 1.0)
                 };
                 let line = (at / SIDE * PANELS + position / PANEL) * SIDE + at % SIDE;
                 table[line].0[position % PANEL] = value as f32;
             }
         }
-        let mut series = Array2::zeros((2 * slow.len(), TERMS));
-        for (i, pair) in slow.iter().enumerate() {
-            // The next term of a cosine or sine, for the angle at the end of a line.
-            let mut term = factor;
-            for power in 0..TERMS {
-                let sign = if power % 4 < 2 { 1.0 } else { -1.0 };
-                series[[i + power % 2 * slow.len(), power]] = (sign * term) as f32;
-                term *= half_angle(*pair) / (power + 1) as f64;
-            }
-        }
+        let series = slow.iter().map(|pair| {
+            let of = |function: fn(f64) -> f64, parity: usize| {
+                let wave = |x: f64| factor * function(half_angle(*pair) * x);
+                std::array::from_fn(|term| chebyshev_factor(wave, 2 * term + parity) as f32)
+            };
+            [of(f64::cos, 0), of(f64::sin, 1)]
+        });
+        let series = series.collect();
         let order = [fast, slow].concat();
         let angles = order.iter().map(|pair| frequencies[*pair] * LINE as f64);
         let turn = [f64::cos as fn(f64) -> f64, f64::sin]
@@ -88,51 +90,6 @@ impl Waves {
             depth,
             series,
         }
-    }
-
-    /// Returns the scores of a query with a vector, both `[d]`, that is rotated to `n` positions from `first` on.
-    ///
-    /// # Numerics
-    /// f32. The waves are turned by one line after the other.
-    pub fn scores(&self, query: &[f32], vector: ArrayView1<f32>, first: usize, n: usize) -> Vec<f32> {
-        let mut waves = self.at(query, vector, first);
-        let mut turned = Array2::zeros((LINES_AT_ONCE, self.depth + self.series.nrows()));
-        let blocks = self.depth.div_ceil(SIDE);
-        let mut rows = vec![Row::ZERO; blocks * LINES_AT_ONCE];
-        let mut sums = vec![Row::ZERO; LINES_AT_ONCE];
-        let mut scores = Vec::with_capacity(n.next_multiple_of(LINE));
-        for start in (0..n.div_ceil(LINE)).step_by(LINES_AT_ONCE) {
-            let lines = LINES_AT_ONCE.min(n.div_ceil(LINE) - start);
-            for mut row in turned.rows_mut().into_iter().take(lines) {
-                let (fast, slow) = elements_mut(&mut row).split_at_mut(self.depth);
-                waves.write(self.n_fast, fast, slow);
-                simd::turn(&self.turn[0], &self.turn[1], &mut waves.cos, &mut waves.sin);
-            }
-            let (mut left, slow) =
-                turned.multi_slice_mut((s![..lines, ..self.depth], s![..lines, self.depth..]));
-            if !slow.is_empty() {
-                let terms = left.slice_mut(s![.., 2 * self.n_fast..]);
-                gemm(terms, false, slow.view(), self.series.view());
-            }
-            for (i, row) in left.rows().into_iter().enumerate() {
-                for (block, part) in elements(&row).chunks(SIDE).enumerate() {
-                    rows[block * LINES_AT_ONCE + i].0[..part.len()].copy_from_slice(part);
-                }
-            }
-            let used = lines.next_multiple_of(TILE);
-            let each = rows
-                .chunks_exact(LINES_AT_ONCE)
-                .zip(self.table.chunks_exact(PANELS * SIDE));
-            for (block, (rows, table)) in each.enumerate() {
-                let depth = SIDE.min(self.depth - block * SIDE);
-                multiply(&rows[..used], depth, table, PANELS, &mut sums[..used], block > 0);
-            }
-            sums[..lines]
-                .iter()
-                .for_each(|row| scores.extend_from_slice(&row.0));
-        }
-        scores.truncate(n);
-        scores
     }
 
     /// Returns the waves of a query with a vector: of the fast pairs at the start of the line that begins at position
@@ -156,21 +113,110 @@ impl Waves {
     }
 }
 
+/// Returns the value of a Chebyshev polynomial at x, from -1 to 1.
+fn chebyshev(degree: usize, x: f64) -> f64 {
+    (degree as f64 * x.acos()).cos()
+}
+
+/// Returns the factor of a Chebyshev polynomial in the series of a function, for degrees far below 64.
+fn chebyshev_factor(function: impl Fn(f64) -> f64, degree: usize) -> f64 {
+    const NODES: usize = 64;
+    let node = |j: usize| ((j as f64 + 0.5) * PI / NODES as f64).cos();
+    let products = (0..NODES).map(|j| function(node(j)) * chebyshev(degree, node(j)));
+    products.sum::<f64>() * if degree == 0 { 1.0 } else { 2.0 } / NODES as f64
+}
+
 /// The factors of the cosines and of the sines of all pairs, the fast ones first.
 struct Factors {
     cos: Vec<f32>,
     sin: Vec<f32>,
 }
 
-impl Factors {
-    /// Writes the factors of the fast pairs to the beginning of `fast`, and those of the others to `slow`.
-    fn write(&self, n_fast: usize, fast: &mut [f32], slow: &mut [f32]) {
-        for (i, factors) in [&self.cos, &self.sin].into_iter().enumerate() {
-            let (of_fast, of_slow) = factors.split_at(n_fast);
-            fast[i * n_fast..][..n_fast].copy_from_slice(of_fast);
-            slow[i * of_slow.len()..][..of_slow.len()].copy_from_slice(of_slow);
+/// Writes the left factor of a product, `[blocks, LINES_AT_ONCE, SIDE]`, for some consecutive lines, and turns the
+/// factors past them.
+///
+/// # Numerics
+/// f32. The factors are turned by one line after the other.
+#[multiversion(targets("x86_64+avx512f+avx512vl", "x86_64+avx2", "aarch64+neon"))]
+fn write_lines(waves: &Waves, factors: &mut Factors, lines: usize, rows: &mut [Row]) {
+    let (n, n_fast) = (waves.order.len(), waves.n_fast);
+    let [turn_cos, turn_sin] = &waves.turn;
+    let (turn_cos, turn_sin) = (&turn_cos[..n], &turn_sin[..n]);
+    let (cos, sin) = (&mut factors.cos[..n], &mut factors.sin[..n]);
+    let mut line = vec![0.0; waves.depth];
+    for i in 0..lines {
+        line[..n_fast].copy_from_slice(&cos[..n_fast]);
+        line[n_fast..2 * n_fast].copy_from_slice(&sin[..n_fast]);
+        let (mut even, mut odd) = ([0.0f32; TERMS], [0.0f32; TERMS]);
+        let slow = cos[n_fast..].iter().zip(&sin[n_fast..]);
+        for ([of_cos, of_sin], (cos, sin)) in waves.series.iter().zip(slow) {
+            for term in 0..TERMS {
+                even[term] += of_cos[term] * cos;
+                odd[term] += of_sin[term] * sin;
+            }
+        }
+        if let Some((of_cos, of_sin)) = line[2 * n_fast..].split_at_mut_checked(TERMS) {
+            of_cos.copy_from_slice(&even);
+            of_sin.copy_from_slice(&odd);
+        }
+        for (part, rows) in line.chunks(SIDE).zip(rows.chunks_exact_mut(LINES_AT_ONCE)) {
+            rows[i].0[..part.len()].copy_from_slice(part);
+        }
+        // Each pair (a, b) is turned to (a cos + b sin, b cos - a sin).
+        for pair in 0..n {
+            let (a, b) = (cos[pair], sin[pair]);
+            cos[pair] = a * turn_cos[pair] + b * turn_sin[pair];
+            sin[pair] = b * turn_cos[pair] - a * turn_sin[pair];
         }
     }
+}
+
+/// The scores of several queries with one rotated vector, at ascending positions.
+pub(super) struct Walks<'a> {
+    waves: &'a Waves,
+    /// The factors of each query at its next line.
+    factors: Vec<Factors>,
+    /// The left factor of a product, `[blocks, LINES_AT_ONCE, SIDE]`.
+    rows: Vec<Row>,
+}
+
+impl<'a> Walks<'a> {
+    /// Starts at position `first`, with queries `[r,d]` times `scale` and the vector `[d]`.
+    pub fn new(
+        waves: &'a Waves,
+        queries: ArrayView2<f32>,
+        scale: f32,
+        vector: ArrayView1<f32>,
+        first: usize,
+    ) -> Self {
+        let of = |query: ArrayView1<f32>| waves.at(&(&query * scale).to_vec(), vector, first);
+        Self {
+            waves,
+            factors: queries.rows().into_iter().map(of).collect(),
+            rows: vec![Row::ZERO; waves.depth.div_ceil(SIDE) * LINES_AT_ONCE],
+        }
+    }
+
+    /// Writes the scores of query `a` at its next positions, a line to a row of `scores`. Their number is a multiple of
+    /// [`TILE`], at most [`LINES_AT_ONCE`].
+    ///
+    /// # Numerics
+    /// f32.
+    pub fn advance(&mut self, a: usize, scores: &mut [Row]) {
+        let (waves, lines) = (self.waves, scores.len());
+        write_lines(waves, &mut self.factors[a], lines, &mut self.rows);
+        let rows = self.rows.chunks_exact(LINES_AT_ONCE);
+        let tables = waves.table.chunks_exact(PANELS * SIDE);
+        for (block, (rows, table)) in rows.zip(tables).enumerate() {
+            let depth = SIDE.min(waves.depth - block * SIDE);
+            multiply(&rows[..lines], depth, table, PANELS, scores, block > 0);
+        }
+    }
+}
+
+/// Returns the number of rows that [`Walks::advance`] needs for the scores at `n` positions.
+pub(super) fn rows(n: usize) -> usize {
+    n.div_ceil(LINE).next_multiple_of(TILE)
 }
 
 #[cfg(test)]
@@ -209,12 +255,20 @@ mod tests {
                 .iter()
                 .map(|(q, m, _)| 1.25 * q[0].hypot(q[1]) * m[0].hypot(m[1]));
             let size: f64 = amplitudes.sum();
-            // Of the product with the table, and of the one that makes its polynomial.
-            let terms = waves.depth + waves.series.nrows();
+            // Of the product with the table, and of the sums that make its polynomials.
+            let terms = waves.depth + 2 * waves.series.len();
+            // How much larger than a slow wave the sum of the magnitudes of its polynomials may be.
+            let series = waves.series.iter().flatten();
+            let spread = series.map(|factors| factors.iter().map(|x| x.abs() / 1.25).sum::<f32>());
+            let spread = f64::from(spread.fold(1.0, f32::max));
+            assert!(spread < 3.0, "{spread}");
             for (first, n) in [(0, 1), (4, 128), (5, 300), (100_000, 7000)] {
-                let scores = waves.scores(&query, ArrayView1::from(&vector), first, n);
-                assert_eq!(scores.len(), n);
-                for (i, score) in scores.iter().enumerate() {
+                let queries = ArrayView2::from_shape((1, d), &query).unwrap();
+                let mut walks = Walks::new(&waves, queries, 1.0, ArrayView1::from(&vector), first);
+                let mut scores = vec![Row::ZERO; rows(n)];
+                let blocks = scores.chunks_mut(LINES_AT_ONCE);
+                blocks.for_each(|scores| walks.advance(0, scores));
+                for (i, score) in Row::values(&scores).iter().enumerate().take(n) {
                     let wave = |([q, r], [m, o], w): &([f64; 2], [f64; 2], f64)| {
                         let (sin, cos) = ((first + i) as f64 * w).sin_cos();
                         1.25 * (q * (m * cos - o * sin) + r * (o * cos + m * sin))
@@ -222,7 +276,8 @@ mod tests {
                     let exact: f64 = pairs.iter().map(wave).sum();
                     // A turn to the next line is off by at most 4.4 units, the factors of the first line and the table by
                     // 16; every term of a sum, the cosine's and the sine's together sqrt(2) times a wave, by one.
-                    let units = 4.4 * (i / LINE) as f64 + 16.0 + terms as f64 * std::f64::consts::SQRT_2;
+                    let turned = 4.4 * (i / LINE) as f64 + 16.0;
+                    let units = spread * (turned + terms as f64 * std::f64::consts::SQRT_2);
                     let off = (f64::from(*score) - exact).abs();
                     assert!(off <= size * units * UNIT, "{theta} {first} {i}: {score} {exact}");
                 }
@@ -230,7 +285,6 @@ mod tests {
         }
     }
 
-    /// At both ends of a line, where it is farthest off.
     #[test]
     fn the_polynomial_of_slow_waves_is_exact_to_the_rounding() {
         let mut largest = 0.0f64;
@@ -238,25 +292,27 @@ mod tests {
             let rope = rope(theta, d);
             let waves = Waves::new(&rope);
             let slow = &waves.order[waves.n_fast..];
-            for (i, pair) in slow.iter().enumerate() {
+            assert_eq!(slow.len(), waves.series.len());
+            for (pair, [of_cos, of_sin]) in slow.iter().zip(&waves.series) {
                 let angle = f64::from(rope.frequencies()[*pair]) * (LINE / 2) as f64;
                 largest = largest.max(angle);
-                for end in [-1.0f64, 1.0] {
-                    let value = |row: usize| -> f64 {
-                        let terms = waves.series.row(row).into_iter().enumerate();
-                        terms
-                            .map(|(power, x)| f64::from(*x) * end.powi(power as i32))
-                            .sum()
+                for x in (-50..=50).map(|i| f64::from(i) / 50.0) {
+                    let value = |factors: &[f32; TERMS], parity: usize| -> f64 {
+                        let terms = factors.iter().enumerate();
+                        let term = |(i, f): (usize, &f32)| f64::from(*f) * chebyshev(2 * i + parity, x);
+                        terms.map(term).sum()
                     };
-                    for (row, exact) in [(i, angle.cos()), (slow.len() + i, (end * angle).sin())] {
-                        let off = (value(row) - 1.25 * exact).abs();
-                        // The first term that is left out, and the coefficients' roundings.
-                        let bound = 1.25 * (SLOW.powi(TERMS as i32) / 40_320.0 + 1.5 * UNIT);
-                        assert!(off <= bound, "{theta} {pair}: {off} over {bound}");
+                    let (sin, cos) = (angle * x).sin_cos();
+                    for (value, exact) in [(value(of_cos, 0), cos), (value(of_sin, 1), sin)] {
+                        let off = (value - 1.25 * exact).abs();
+                        // Twice the first factor that is left out, 2 (a/2)^16 / 16!, and half a unit of each other.
+                        let left_out = 4.0 * (SLOW / 2.0).powi(16) / 20_922_789_888_000.0;
+                        let bound = 1.25 * (left_out + 0.5 * TERMS as f64 * UNIT);
+                        assert!(off <= bound, "{theta} {pair} {x}: {off} over {bound}");
                     }
                 }
             }
         }
-        assert!(largest > 0.9 * SLOW, "{largest}");
+        assert!(largest > 0.8 * SLOW, "{largest}");
     }
 }
