@@ -3,8 +3,8 @@
     python equal_time.py KVSMITH REAL [--blocks 20]
 
 REAL is the folder in which `make results` ran: its artifact is used, and its dump, to which one more section is fitted. For
-`wpq` with codes of 64 bits in two forms (two stages of 8 groups of 16 words, one stage of 8 groups of 256 words), for
-`selfindex` and for `a2ats` with 1,024 codewords, the script measures at every budget
+`wpq` with codes of 64 bits in three forms (two stages of 8 groups of 16 words, the same around the mean of the keys, one
+stage of 8 groups of 256 words), for `selfindex` and for `a2ats` with 1,024 codewords, the script measures at every budget
 
 - the time that the choice and the attention of one layer take: `bench attend` on random data, with the model's heads, 8,192
   positions and one thread; the least of five medians of 50 runs;
@@ -32,6 +32,7 @@ WIDE = ("--wpq-words", "256", "--wpq-stages", "1")
 # Label, method, name of the artifact, flags of `bench`.
 FORMS = (
     ("wpq, 16 words, two stages", "wpq", "main", ()),
+    ("the same around the mean", "wpq", "wpq-mean", ("--wpq-center", "mean")),
     ("wpq, 256 words, one stage", "wpq", "wpq-256", WIDE),
     ("selfindex", "selfindex", "main", ()),
     ("a2ats, 1,024 codewords", "a2ats", "main", ("--size", "1024")),
@@ -55,11 +56,11 @@ def times(kvsmith):
 
 def losses(results, blocks):
     """Returns the KL of every block by label and budget."""
-    wide = results.section("wpq-256", "wpq", WIDE)
+    others = [results.section("wpq-mean", "wpq", ["--wpq-center", "mean"]), results.section("wpq-256", "wpq", WIDE)]
     documents = results.blocks("handbook", CONTEXT, blocks // 2)
     documents += results.blocks("python", CONTEXT, blocks - len(documents))
     flags = ["--budgets", ",".join(map(str, BUDGETS)), "--decode", STEPS]
-    document = results.measure("equal-time", documents, "wpq,selfindex,a2ats", flags, [results.main, wide])
+    document = results.measure("equal-time", documents, "wpq,selfindex,a2ats", flags, [results.main, *others])
     found = {}
     for row in document["rows"]:
         artifact = Path(row.get("artifact", "main.safetensors")).stem
