@@ -39,8 +39,26 @@ pub fn at_least(values: &[f32], threshold: f32, out: &mut Vec<u64>) {
 }
 
 /// Returns the masks that [`at_least`] writes for two thresholds, and whether a value is NaN.
+#[multiversion(targets("x86_64+avx512f"))]
 pub fn at_least_each(values: &[f32], thresholds: [f32; 2]) -> ([Vec<u64>; 2], bool) {
     let mut masks = [(); 2].map(|_| Vec::with_capacity(values.len().div_ceil(WORD)));
+    match_target! {
+        "x86_64+avx512f" => {
+            let (words, rest) = values.as_chunks();
+            // SAFETY: compiled for, and chosen on, machines with AVX-512F.
+            let has_nan = unsafe { x86::at_least_each(words, thresholds, &mut masks) };
+            let has_nan = has_nan | each(rest, thresholds, &mut masks);
+            (masks, has_nan)
+        },
+        _ => {
+            let has_nan = each(values, thresholds, &mut masks);
+            (masks, has_nan)
+        }
+    }
+}
+
+/// Implements [`at_least_each`] in plain Rust: appends to the masks.
+fn each(values: &[f32], thresholds: [f32; 2], masks: &mut [Vec<u64>; 2]) -> bool {
     let mut has_nan = false;
     // All three loops read a part while it is in the cache.
     for part in values.chunks(PART) {
@@ -52,7 +70,7 @@ pub fn at_least_each(values: &[f32], thresholds: [f32; 2]) -> ([Vec<u64>; 2], bo
             }));
         }
     }
-    (masks, has_nan)
+    has_nan
 }
 
 /// Writes the same mask as [`at_least`], but reads only the blocks of [`BLOCK`] values whose entry in `maxima` reaches
@@ -150,27 +168,50 @@ mod x86 {
     /// Implements [`super::pick`]; `out` has at least [`BLOCK`] values more than there are set bits.
     #[target_feature(enable = "avx512f,popcnt")]
     pub fn pick(values: &[[u8; 4]], bits: &[u64], out: &mut [[u8; 4]]) {
+        let (words, rest) = values.as_chunks::<WORD>();
         let mut len = 0;
-        for (values, word) in values.chunks(WORD).zip(bits) {
-            for (values, block) in values.chunks(BLOCK).zip(blocks(*word)) {
+        for (values, word) in words.iter().zip(bits) {
+            for (values, block) in values.as_chunks::<BLOCK>().0.iter().zip(blocks(*word)) {
                 let room = &mut out[len..len + BLOCK];
-                if let Some(values) = values.first_chunk::<BLOCK>() {
-                    // SAFETY: 16 values have 64 bytes, in both places; a prefetch accesses nothing.
-                    unsafe {
-                        _mm_prefetch::<_MM_HINT_T0>(values.as_ptr().cast::<i8>().wrapping_add(BYTES_AHEAD));
-                        let values = _mm512_loadu_si512(values.as_ptr().cast());
-                        let kept = _mm512_maskz_compress_epi32(block, values);
-                        _mm512_storeu_si512(room.as_mut_ptr().cast(), kept);
-                    }
-                } else {
-                    let kept = values.iter().enumerate().filter(|(l, _)| block >> l & 1 == 1);
-                    room.iter_mut()
-                        .zip(kept)
-                        .for_each(|(out, (_, value))| *out = *value);
+                // SAFETY: 16 values have 64 bytes, in both places; a prefetch accesses nothing.
+                unsafe {
+                    _mm_prefetch::<_MM_HINT_T0>(values.as_ptr().cast::<i8>().wrapping_add(BYTES_AHEAD));
+                    let values = _mm512_loadu_si512(values.as_ptr().cast());
+                    let kept = _mm512_maskz_compress_epi32(block, values);
+                    _mm512_storeu_si512(room.as_mut_ptr().cast(), kept);
                 }
                 len += block.count_ones() as usize;
             }
         }
+        let last = bits.get(words.len()).copied().unwrap_or(0);
+        let kept = rest.iter().enumerate().filter(|(l, _)| last >> l & 1 == 1);
+        out[len..]
+            .iter_mut()
+            .zip(kept)
+            .for_each(|(out, (_, value))| *out = *value);
+    }
+
+    /// Implements [`super::at_least_each`] without the search for NaN, for whole words.
+    #[target_feature(enable = "avx512f")]
+    pub fn at_least_each(values: &[[f32; WORD]], thresholds: [f32; 2], masks: &mut [Vec<u64>; 2]) -> bool {
+        let wide = thresholds.map(|x| _mm512_set1_ps(x));
+        let mut nan = 0;
+        for word in values {
+            let mut bits = [0; 2];
+            for (i, block) in word.as_chunks::<BLOCK>().0.iter().enumerate() {
+                // SAFETY: 16 values have 64 bytes.
+                let x = unsafe { _mm512_loadu_ps(block.as_ptr()) };
+                for (bits, threshold) in bits.iter_mut().zip(wide) {
+                    *bits |= u64::from(_mm512_cmp_ps_mask::<_CMP_GE_OQ>(x, threshold)) << (i * BLOCK);
+                }
+                nan |= _mm512_cmp_ps_mask::<_CMP_UNORD_Q>(x, x);
+            }
+            masks
+                .iter_mut()
+                .zip(bits)
+                .for_each(|(mask, bits)| mask.push(bits));
+        }
+        nan != 0
     }
 
     /// The masks of the blocks of a word.
@@ -260,6 +301,9 @@ mod tests {
                 let (each, has_nan) = at_least_each(&values, [7.5, threshold]);
                 assert_eq!((&each[1], has_nan), (&expected, n > 2), "{n}");
                 assert_eq!(each[0], at_least_each(&values, [threshold, 7.5]).0[1], "{n}");
+                let mut plain = [Vec::new(), Vec::new()];
+                let has_nan = super::each(&values, [7.5, threshold], &mut plain);
+                assert_eq!((plain, has_nan), (each, n > 2), "{n}");
                 let direct = (0..n).filter(|i| values[*i] >= threshold);
                 let direct: Vec<u32> = direct.map(|i| 7 + i as u32).collect();
                 assert_eq!(places(&found, 7), direct, "{n}");

@@ -143,10 +143,12 @@ fn write_lines(waves: &Waves, factors: &mut Factors, lines: usize, rows: &mut [R
     let [turn_cos, turn_sin] = &waves.turn;
     let (turn_cos, turn_sin) = (&turn_cos[..n], &turn_sin[..n]);
     let (cos, sin) = (&mut factors.cos[..n], &mut factors.sin[..n]);
-    let mut line = vec![0.0; waves.depth];
+    let mut wide = vec![0.0; waves.depth];
     for i in 0..lines {
-        line[..n_fast].copy_from_slice(&cos[..n_fast]);
-        line[n_fast..2 * n_fast].copy_from_slice(&sin[..n_fast]);
+        let line = match waves.depth <= SIDE {
+            true => &mut rows[i].0[..waves.depth],
+            false => wide.as_mut_slice(),
+        };
         let (mut even, mut odd) = ([0.0f32; TERMS], [0.0f32; TERMS]);
         let slow = cos[n_fast..].iter().zip(&sin[n_fast..]);
         for ([of_cos, of_sin], (cos, sin)) in waves.series.iter().zip(slow) {
@@ -155,18 +157,29 @@ fn write_lines(waves: &Waves, factors: &mut Factors, lines: usize, rows: &mut [R
                 odd[term] += of_sin[term] * sin;
             }
         }
-        if let Some((of_cos, of_sin)) = line[2 * n_fast..].split_at_mut_checked(TERMS) {
+        let (fast, of_slow) = line.split_at_mut(2 * n_fast);
+        if let Some((of_cos, of_sin)) = of_slow.split_at_mut_checked(TERMS) {
             of_cos.copy_from_slice(&even);
             of_sin.copy_from_slice(&odd);
         }
-        for (part, rows) in line.chunks(SIDE).zip(rows.chunks_exact_mut(LINES_AT_ONCE)) {
-            rows[i].0[..part.len()].copy_from_slice(part);
-        }
+        let (of_cos, of_sin) = fast.split_at_mut(n_fast);
         // Each pair (a, b) is turned to (a cos + b sin, b cos - a sin).
-        for pair in 0..n {
-            let (a, b) = (cos[pair], sin[pair]);
-            cos[pair] = a * turn_cos[pair] + b * turn_sin[pair];
-            sin[pair] = b * turn_cos[pair] - a * turn_sin[pair];
+        let turn = |pair: usize, a: &mut f32, b: &mut f32| {
+            let (x, y) = (*a, *b);
+            *a = x * turn_cos[pair] + y * turn_sin[pair];
+            *b = y * turn_cos[pair] - x * turn_sin[pair];
+        };
+        for pair in 0..n_fast {
+            (of_cos[pair], of_sin[pair]) = (cos[pair], sin[pair]);
+            turn(pair, &mut cos[pair], &mut sin[pair]);
+        }
+        for pair in n_fast..n {
+            turn(pair, &mut cos[pair], &mut sin[pair]);
+        }
+        if waves.depth > SIDE {
+            for (part, rows) in wide.chunks(SIDE).zip(rows.chunks_exact_mut(LINES_AT_ONCE)) {
+                rows[i].0[..part.len()].copy_from_slice(part);
+            }
         }
     }
 }
