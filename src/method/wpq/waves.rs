@@ -132,6 +132,34 @@ struct Factors {
     sin: Vec<f32>,
 }
 
+/// Returns the factors of the polynomials of even and of odd degree whose sum is the slow waves with these factors.
+#[inline(always)]
+fn polynomials(series: &[[[f32; TERMS]; 2]], cos: &[f32], sin: &[f32]) -> [[f32; TERMS]; 2] {
+    // Two partial sums each, so that no addition waits for the one before it.
+    let (mut even, mut odd) = ([[0.0f32; TERMS]; 2], [[0.0f32; TERMS]; 2]);
+    let (pairs, rest) = series.as_chunks::<2>();
+    let (cos, sin) = (cos.as_chunks::<2>(), sin.as_chunks::<2>());
+    for ([a, b], (cos, sin)) in pairs.iter().zip(cos.0.iter().zip(sin.0)) {
+        for term in 0..TERMS {
+            even[0][term] += a[0][term] * cos[0];
+            odd[0][term] += a[1][term] * sin[0];
+            even[1][term] += b[0][term] * cos[1];
+            odd[1][term] += b[1][term] * sin[1];
+        }
+    }
+    for (a, (cos, sin)) in rest.iter().zip(cos.1.iter().zip(sin.1)) {
+        for term in 0..TERMS {
+            even[0][term] += a[0][term] * cos;
+            odd[0][term] += a[1][term] * sin;
+        }
+    }
+    for term in 0..TERMS {
+        even[0][term] += even[1][term];
+        odd[0][term] += odd[1][term];
+    }
+    [even[0], odd[0]]
+}
+
 /// Writes the left factor of a product, `[blocks, LINES_AT_ONCE, SIDE]`, for some consecutive lines, and turns the
 /// factors past them.
 ///
@@ -149,14 +177,7 @@ fn write_lines(waves: &Waves, factors: &mut Factors, lines: usize, rows: &mut [R
             true => &mut rows[i].0[..waves.depth],
             false => wide.as_mut_slice(),
         };
-        let (mut even, mut odd) = ([0.0f32; TERMS], [0.0f32; TERMS]);
-        let slow = cos[n_fast..].iter().zip(&sin[n_fast..]);
-        for ([of_cos, of_sin], (cos, sin)) in waves.series.iter().zip(slow) {
-            for term in 0..TERMS {
-                even[term] += of_cos[term] * cos;
-                odd[term] += of_sin[term] * sin;
-            }
-        }
+        let [even, odd] = polynomials(&waves.series, &cos[n_fast..], &sin[n_fast..]);
         let (fast, of_slow) = line.split_at_mut(2 * n_fast);
         if let Some((of_cos, of_sin)) = of_slow.split_at_mut_checked(TERMS) {
             of_cos.copy_from_slice(&even);
