@@ -347,6 +347,10 @@ mod tests {
             let x: Vec<f32> = differences.map(|x| x + shift as f32).collect();
             let mut powers = x.clone();
             let sum = exp2_shifted(&mut powers, shift);
+            // The form for machines without fused multiply-adds.
+            let mut plain = x.clone();
+            assert_eq!(powers_of_two::<false>(&mut plain, shift), sum);
+            assert_eq!(plain, powers);
             for (x, power) in x.iter().zip(&powers) {
                 let expected = (f64::from(*x) - f64::from(shift)).exp2();
                 let error = (f64::from(*power) - expected).abs() / expected;
