@@ -244,16 +244,6 @@ pub fn max(x: &[f32]) -> f32 {
     best
 }
 
-/// Returns the largest of the integers; 0 if there are none.
-#[multiversion(targets("x86_64+avx512f+avx512bw+avx512vl", "x86_64+avx2", "aarch64+neon"))]
-pub fn max_u16(x: &[u16]) -> u16 {
-    let mut max = 0;
-    for v in x {
-        max = max.max(*v);
-    }
-    max
-}
-
 /// Returns whether a value is NaN.
 #[multiversion(targets("x86_64+avx512f+avx512vl", "x86_64+avx2", "aarch64+neon"))]
 pub fn has_nan(x: &[f32]) -> bool {
@@ -390,7 +380,6 @@ mod tests {
             );
             assert_eq!(max(&a), a.iter().copied().fold(f32::NEG_INFINITY, f32::max));
             let whole: Vec<u16> = a.iter().map(|x| (1000.0 * (x + 1.0)) as u16).collect();
-            assert_eq!(max_u16(&whole), whole.iter().copied().max().unwrap_or(0));
             let mut line = b.clone();
             let largest = add_line(&whole, 0.5, -3.0, &mut line);
             let expected = whole
