@@ -2,7 +2,7 @@
 
     python equal_time.py KVSMITH REAL [--blocks 20]
 
-REAL is the folder in which `make results` ran: its artifact is used, and its dump, to which one more section is fitted. For
+REAL is the folder in which `make results` ran: its artifact is used, and its dump, to which two more sections are fitted. For
 `wpq` with codes of 64 bits in three forms (two stages of 8 groups of 16 words, the same around the mean of the keys, one
 stage of 8 groups of 256 words), for `selfindex` and for `a2ats` with 1,024 codewords, the script measures at every budget
 

@@ -31,29 +31,14 @@ KERNEL_SHARED(256, 2, 4 * 16 * (128 + 256), topk_scores, const float* queries, c
     }
     __syncthreads();
     for (u32 i = threadIdx.x / 4; i < SPAN; i += 64) {
-        u32 p = start + i, quarter = threadIdx.x % 4;
+        u32 p = start + i;
         bool visible = p >= span[0] && p < span[3];
         u64 row = first_row + (items && visible ? items[(u64)at * capacity + p] : p);
-        float sums[16] = {};
-        for (u32 k = quarter * 8; k < w && visible; k += 32) {
-            float key[8];
-            load_eight(key, keys, row * w + k, kind);
-UNROLL
-            for (u32 a = 0; a < 16; a++) {
-                if (a >= r) continue;
-                float4 low = *(const float4*)&q[a * w + k], high = *(const float4*)&q[a * w + k + 4];
-                sums[a] = fmaf(key[3], low.w, fmaf(key[2], low.z, fmaf(key[1], low.y, fmaf(key[0], low.x, sums[a]))));
-                sums[a] =
-                    fmaf(key[7], high.w, fmaf(key[6], high.z, fmaf(key[5], high.y, fmaf(key[4], high.x, sums[a]))));
-            }
-        }
+        float sums[16];
+        group_products(sums, q, keys, row, visible, kind, r, w);
 UNROLL
         for (u32 a = 0; a < 16; a++) {
-            if (a >= r) continue;
-            float sum = sums[a];
-            sum += __shfl_xor_sync(ALL_LANES, sum, 1);
-            sum += __shfl_xor_sync(ALL_LANES, sum, 2);
-            if (quarter == 0) own[a * SPAN + i] = visible ? sum : minus_infinity();
+            if (a < r && threadIdx.x % 4 == 0) own[a * SPAN + i] = visible ? sums[a] : minus_infinity();
         }
     }
     __syncthreads();

@@ -210,3 +210,28 @@ DEVICE float load_one(const void* rows, u64 i, u32 kind) {
     u16 bits = ((const u16*)rows)[i];
     return kind == 1 ? widen<false>(bits) : widen<true>(bits);
 }
+
+// Computes the products of a key with its group's queries `[r,w]` with four lanes; each lane gets all products. Every
+// lane of the warp must take part, even without a key.
+DEVICE void group_products(float (&out)[16], const float* q, const void* keys, u64 row, bool there, u32 kind, u32 r,
+                           u32 w) {
+UNROLL
+    for (u32 a = 0; a < 16; a++) out[a] = 0;
+    for (u32 k = threadIdx.x % 4 * 8; k < w && there; k += 32) {
+        float key[8];
+        load_eight(key, keys, row * w + k, kind);
+UNROLL
+        for (u32 a = 0; a < 16; a++) {
+            if (a >= r) continue;
+            float4 low = *(const float4*)&q[a * w + k], high = *(const float4*)&q[a * w + k + 4];
+            out[a] = fmaf(key[3], low.w, fmaf(key[2], low.z, fmaf(key[1], low.y, fmaf(key[0], low.x, out[a]))));
+            out[a] = fmaf(key[7], high.w, fmaf(key[6], high.z, fmaf(key[5], high.y, fmaf(key[4], high.x, out[a]))));
+        }
+    }
+UNROLL
+    for (u32 a = 0; a < 16; a++) {
+        if (a >= r) continue;
+        out[a] += __shfl_xor_sync(ALL_LANES, out[a], 1);
+        out[a] += __shfl_xor_sync(ALL_LANES, out[a], 2);
+    }
+}

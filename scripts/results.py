@@ -52,8 +52,8 @@ How to read the tables:
 - *Perplexity ratio* is the perplexity of the text divided by that with full attention.
 - *Recall*: of the positions that an exact choice of the same size takes, the share that the method took too. *Mass* is the
   share of all attention on the positions that a step attends, sinks and window included.
-- *Index bits* are the bits of memory that the index has per position and KV head, with the room that it keeps for more
-  positions: 71 or 72 for an index of 64 bits.
+- *Index bits* are the bits of memory that the index has per position and KV head. They include the room that it keeps
+  for more positions, so that an index of 64 bits shows more than 64.
 - *Read* is the number of bytes that a step reads, index included, divided by the bytes of all visible keys and values. The
   keys that `topk` reads in order to rank are not counted.
 - A row without a budget was not measured: even with its smallest budget the method reads the share shown.
@@ -67,10 +67,10 @@ CLAIMS = """Each claim says that one way of reading the cache loses less than an
 steps. The difference is the first loss minus the second. A claim is *confirmed* if the 95 % interval of the difference
 lies below 0, *contradicted* if it lies above 0, and *undecided* if it contains 0. A claim that something loses *no more*
 is either contradicted or not; it cannot be confirmed. Claims that name a share of the bytes are measured on the prose of
-the next sections, of 8,192 tokens (3,072 for `ctkvr` and where the claim says so). All others are measured on
-20 blocks of 2,048 tokens of Python's documentation, at a budget of 6 % of the positions; for the claim over eight turns,
-each block is cut into eight prompts. The intervals are not corrected for the number of claims: where there is no real difference, one claim in
-twenty is expected to come out as confirmed or contradicted by chance. [methods.md](methods.md) explains the terms.
+the next sections, of 8,192 tokens (3,072 for `ctkvr` and where the claim says so). All others are measured on 20 blocks
+of 2,048 tokens of Python's documentation, at a budget of 6 % of the positions; for the claim over eight turns, each block
+is cut into eight prompts. The intervals are not corrected for the number of claims: where there is no real difference,
+one claim in twenty is expected to come out as confirmed or contradicted by chance. [methods.md](methods.md) explains the terms.
 
 """
 

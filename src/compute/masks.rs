@@ -32,10 +32,7 @@ const LANES: usize = 16;
 /// last value are zero. A NaN is below every threshold.
 pub fn at_least(values: &[f32], threshold: f32, out: &mut Vec<u64>) {
     out.clear();
-    out.extend(values.chunks(WORD).map(|word| {
-        let blocks = word.chunks(BLOCK).rev();
-        blocks.fold(0, |bits, block| bits << BLOCK | bits_of(block, threshold))
-    }));
+    out.extend(values.chunks(WORD).map(|word| word_of(word, threshold)));
 }
 
 /// Returns the masks that [`at_least`] writes for two thresholds, and whether a value is NaN.
@@ -64,10 +61,7 @@ fn each(values: &[f32], thresholds: [f32; 2], masks: &mut [Vec<u64>; 2]) -> bool
     for part in values.chunks(PART) {
         has_nan |= simd::has_nan(part);
         for (mask, threshold) in masks.iter_mut().zip(thresholds) {
-            mask.extend(part.chunks(WORD).map(|word| {
-                let blocks = word.chunks(BLOCK).rev();
-                blocks.fold(0, |bits, block| bits << BLOCK | bits_of(block, threshold))
-            }));
+            mask.extend(part.chunks(WORD).map(|word| word_of(word, threshold)));
         }
     }
     has_nan
@@ -191,7 +185,7 @@ mod x86 {
             .for_each(|(out, (_, value))| *out = *value);
     }
 
-    /// Implements [`super::at_least_each`] without the search for NaN, for whole words.
+    /// Implements [`super::at_least_each`] for whole words: appends to the masks.
     #[target_feature(enable = "avx512f")]
     pub fn at_least_each(values: &[[f32; WORD]], thresholds: [f32; 2], masks: &mut [Vec<u64>; 2]) -> bool {
         let wide = thresholds.map(|x| _mm512_set1_ps(x));
@@ -218,6 +212,13 @@ mod x86 {
     fn blocks(word: u64) -> [u16; WORD / BLOCK] {
         std::array::from_fn(|i| (word >> (i * BLOCK)) as u16)
     }
+}
+
+/// Returns the mask of at most one word of values.
+#[inline(always)]
+fn word_of(values: &[f32], threshold: f32) -> u64 {
+    let blocks = values.chunks(BLOCK).rev();
+    blocks.fold(0, |bits, block| bits << BLOCK | bits_of(block, threshold))
 }
 
 /// Returns the mask of at most one block of values.

@@ -46,7 +46,7 @@ pub(super) fn refined(budget: usize, n: usize) -> usize {
 /// codes `[n,width]` per stage; fixed `[r,positions]`, the exact scores of the static set.
 ///
 /// # Numerics
-/// Probabilities in f32, their denominators in f64.
+/// Probabilities in f32, their denominators in f64, from sums of [`SUMMED`] powers in f32.
 pub(super) fn choose(
     mut words: WordScores,
     codes: &[&[u8]],
@@ -226,5 +226,148 @@ impl Softmax {
     /// Returns what turns a power into a probability.
     fn share(&self) -> f32 {
         (1.0 / self.sum).min(f64::from(f32::MAX)) as f32
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use ndarray::{Array1, Array2, Array4, ArrayView2};
+
+    use super::*;
+    use crate::compute::blocks::TILE;
+    use crate::method::wpq::{HeadCodebook, MeanPath};
+    use crate::model::rope::{Rope, RopeConfig, RopeScaling};
+    use crate::testing::values;
+
+    const D: usize = 16;
+    /// The first candidate.
+    const FIRST: usize = 4;
+
+    fn matrix(rows: usize, seed: u32, scale: f32) -> Array2<f32> {
+        let values = values(rows * D, seed).into_iter().map(|x| x * scale);
+        Array2::from_shape_vec((rows, D), values.collect()).unwrap()
+    }
+
+    /// A quantiser in the metric of the plain dot product.
+    fn codebook(stages: usize, words: usize, has_path: bool) -> HeadCodebook {
+        let shape = (stages, 8, words, D / 8);
+        let words = Array4::from_shape_vec(shape, values(stages * words * D, 1)).unwrap();
+        let eye = Array2::eye(D);
+        let mean = Array1::from(values(D, 2));
+        let head = HeadCodebook::new(words.view(), mean.view(), eye.view(), eye.view()).unwrap();
+        let config = RopeConfig {
+            theta: 1e4,
+            scaling: RopeScaling::Default,
+        };
+        match has_path {
+            true => head.around(MeanPath::new(values(D, 3).into(), &Rope::new(&config, D))),
+            false => head,
+        }
+    }
+
+    /// The scores of all keys by the first stage and by all stages, `[r][n]` each.
+    fn scores(
+        head: &HeadCodebook,
+        queries: ArrayView2<f32>,
+        codes: &[Vec<u8>],
+        n: usize,
+    ) -> [Vec<Vec<f64>>; 2] {
+        let mut words = head.scores(queries, FIRST);
+        let of = |a: usize| {
+            let mut path = vec![Row::ZERO; waves::rows(n)];
+            if let Some(walks) = &mut words.path {
+                path.chunks_mut(TILE).for_each(|path| walks.advance(a, path));
+            }
+            let start = Row::values(&path).iter().take(n);
+            let mut sums: Vec<f64> = start.map(|x| f64::from(words.mean[a]) + f64::from(*x)).collect();
+            let mut by_stage = words.stages.iter().zip(codes).map(|(tables, codes)| {
+                for (sum, code) in sums.iter_mut().zip(codes.chunks_exact(head.width())) {
+                    let mut score = [0.0];
+                    tables[a].add(code, 0.0, &mut words.sums, &mut score);
+                    *sum += f64::from(score[0]);
+                }
+                sums.clone()
+            });
+            let first = by_stage.next().unwrap();
+            let last = by_stage.last().unwrap_or_else(|| first.clone());
+            [first, last]
+        };
+        let each: Vec<[Vec<f64>; 2]> = (0..queries.nrows()).map(of).collect();
+        [0, 1].map(|stage| each.iter().map(|of| of[stage].clone()).collect())
+    }
+
+    /// The places of the largest probabilities among some places, summed over the query heads.
+    fn best(scores: &[Vec<f64>], fixed: &Array2<f32>, among: &[u32], count: usize) -> Vec<u32> {
+        let mut mass = vec![0.0; scores[0].len()];
+        for (scores, fixed) in scores.iter().zip(fixed.rows()) {
+            let fixed = fixed.iter().map(|x| f64::from(*x).exp2());
+            let sum: f64 = scores.iter().map(|x| x.exp2()).chain(fixed).sum();
+            mass.iter_mut()
+                .zip(scores)
+                .for_each(|(mass, x)| *mass += x.exp2() / sum);
+        }
+        let mut order = among.to_vec();
+        order.sort_by(|a, b| mass[*b as usize].total_cmp(&mass[*a as usize]).then(a.cmp(b)));
+        let gap = mass[order[count - 1] as usize] / mass[order[count] as usize] - 1.0;
+        assert!(
+            gap == 0.0 || gap > 1e-5,
+            "the choice hangs on the rounding: {gap}"
+        );
+        order.truncate(count);
+        order.sort_unstable();
+        order
+    }
+
+    /// The scores grow along the positions, so that every chunk raises the shift.
+    #[test]
+    fn a_choice_over_several_chunks_is_that_of_a_plain_softmax() {
+        let (n, r, budget) = (2 * CHUNK + 700, 3, 300);
+        let queries = matrix(r, 4, 4.0);
+        let mut keys = matrix(n, 5, 1.0);
+        for (i, mut key) in keys.rows_mut().into_iter().enumerate() {
+            key *= 1.0 + i as f32 / CHUNK as f32;
+        }
+        let fixed = Array2::from_shape_vec((r, 5), values(r * 5, 6)).unwrap();
+        for (stages, words, has_path) in [
+            (1, 16, false),
+            (1, 256, true),
+            (2, 16, false),
+            (2, 16, true),
+            (2, 256, true),
+        ] {
+            let head = codebook(stages, words, has_path);
+            let codes = head.encode(keys.view(), FIRST);
+            let slices: Vec<&[u8]> = codes.iter().map(Vec::as_slice).collect();
+            let chosen = choose(
+                head.scores(queries.view(), FIRST),
+                &slices,
+                head.width(),
+                &fixed,
+                budget,
+            );
+            let [first, last] = scores(&head, queries.view(), &codes, n);
+            let highest = |scores: &[f64]| scores.iter().copied().fold(f64::MIN, f64::max).ceil();
+            let rises = first.iter().any(|scores| {
+                let chunks: Vec<f64> = scores.chunks(CHUNK).map(highest).collect();
+                chunks[0] < chunks[1]
+            });
+            assert!(rises, "{stages} {words} {has_path}");
+            let all: Vec<u32> = (0..n as u32).collect();
+            let expected = match stages {
+                1 => best(&first, &fixed, &all, budget),
+                _ => {
+                    let refined = best(&first, &fixed, &all, REFINED * budget);
+                    // The keys that are not refined keep their scores by the first stage.
+                    let mut mixed = first.clone();
+                    for (mixed, last) in mixed.iter_mut().zip(&last) {
+                        refined
+                            .iter()
+                            .for_each(|p| mixed[*p as usize] = last[*p as usize]);
+                    }
+                    best(&mixed, &fixed, &refined, budget)
+                }
+            };
+            assert_eq!(chosen, expected, "{stages} {words} {has_path}");
+        }
     }
 }

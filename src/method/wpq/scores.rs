@@ -49,7 +49,7 @@ impl WordTable {
 
     /// Adds `base` and the sum of the entries of each code, `[n,width]`, to `out` `[n]`, where n is at most [`CHUNK`].
     /// Returns the largest value. What `sums` holds is lost.
-    fn add(&self, codes: &[u8], base: f32, sums: &mut Vec<u16>, out: &mut [f32]) -> f32 {
+    pub fn add(&self, codes: &[u8], base: f32, sums: &mut Vec<u16>, out: &mut [f32]) -> f32 {
         match self {
             Self::Rounded(rounded) => {
                 sums.resize(out.len(), 0);
