@@ -1,12 +1,14 @@
 #!/bin/sh
 # Every check and measurement that needs an NVIDIA GPU, in one command of less than nine minutes.
 #
-#     scripts/gpu_check.sh KIT [OUT] [quick|8b]
+#     scripts/gpu_check.sh KIT [OUT] [all|quick|8b|PART,..]
 #
 # KIT is what `make gpu-kit` put together: the program, the test programs and the libraries they link. Nothing else is
-# needed, no Rust and no download. OUT (default: KIT/out) gets gpu.json, which is whole after every part, and the logs
-# tests.log, bench.log and sanitizer.log. Parts come in the order of their worth; each has a limit in seconds.
-# `quick` takes small sizes, to see that everything runs; `8b` calibrates a model of the size of Llama-3.1-8B instead.
+# needed, no Rust and no download. OUT (default: KIT/out) gets gpu.json and the logs tests.log, bench.log and
+# sanitizer.log, to which every part writes as it goes. gpu.json is whole at any time: it names the part that runs, and
+# has the results of those before it. Parts come in the order of their worth; each has a limit in seconds.
+# `quick` takes small sizes, to see that everything runs; `8b` calibrates a whole model of the size of Llama-3.1-8B;
+# names of parts run these alone.
 #
 # The exit status is 0 if every check held, 1 if one failed, 3 if the GPU was not checked at all. A part that cannot run
 # is `not checked`, which is no failure; neither is a figure that misses its aim.
@@ -15,9 +17,20 @@ set -u
 kit=$(cd "$1" && pwd) || exit 2
 out=${2:-$kit/out}
 mode=${3:-all}
+all="adapter backends decode model calibrate attend attend-mean retrieve decode-long decode-short kernels peers kmeans-one \
+kmeans-8b prefill calibrate-layers calibrate-8b memcheck racecheck"
 case $mode in
-all | quick | 8b) ;;
-*) echo "error: \`$mode\` is neither quick nor 8b" >&2 && exit 2 ;;
+all | quick) wanted=$(echo " $all " | sed 's/ calibrate-8b / /') ;;
+8b) wanted=" adapter calibrate-8b " ;;
+*)
+    wanted=" $(echo "$mode" | tr , ' ') "
+    for name in $wanted; do
+        case " $all " in
+        *" $name "*) ;;
+        *) echo "error: \`$name\` is no part; the parts are $all" >&2 && exit 2 ;;
+        esac
+    done
+    ;;
 esac
 mkdir -p "$out" && out=$(cd "$out" && pwd) || exit 2
 cd "$kit" || exit 2
@@ -31,7 +44,7 @@ trap 'exit 143' INT TERM
 start=$(date +%s)
 # No part runs longer than until here, whatever its limit.
 deadline=$((start + 530))
-parts="" documents="" failed="" passed=""
+parts="" documents="" failed="" passed="" running="" adapter=""
 
 # text: without what a JSON string cannot have, and no longer than a line.
 plain() {
@@ -45,8 +58,9 @@ date=$(date -u +%Y-%m-%d)
 # Writes gpu.json under another name first, so that it is whole whenever this is killed.
 write() {
     {
-        printf '{\n  "gpu": "%s",\n  "date": "%s",\n  "version": "%s",\n  "mode": "%s",\n' "$gpu" "$date" "$version" "$mode"
-        printf '  "seconds": %s,\n' $(($(date +%s) - start))
+        printf '{\n  "adapter": "%s",\n  "gpu": "%s",\n' "$adapter" "$gpu"
+        printf '  "date": "%s",\n  "version": "%s",\n  "mode": "%s",\n' "$date" "$version" "$(plain "$mode")"
+        printf '  "seconds": %s,\n  "running": "%s",\n' $(($(date +%s) - start)) "$running"
         printf '  "parts": [%s\n  ],\n  "bench": {%s\n  }\n}\n' "$parts" "$documents"
     } >"$scratch/gpu.json" && cp "$scratch/gpu.json" "$out/gpu.json.new" && mv "$out/gpu.json.new" "$out/gpu.json"
 }
@@ -57,6 +71,7 @@ note() {
     echo "$1: $2${3:+ after $3 s}${reason:+; $reason}"
     parts="$parts${parts:+,}
     {\"name\": \"$1\", \"status\": \"$2\", \"seconds\": ${3:-0}, \"reason\": \"$reason\"}"
+    running=""
     case $2 in
     failed) failed="$failed $1" ;;
     passed) passed="$passed $1" ;;
@@ -64,20 +79,36 @@ note() {
     write
 }
 
-# name limit command...: runs a part; sets code, seconds and the file of its output. Notes it if there is no time left.
+# name: whether a part was asked for.
+wants() {
+    case "$wanted" in
+    *" $1 "*) return 0 ;;
+    *) return 1 ;;
+    esac
+}
+
+# file name limit command...: runs a part, whose output goes to the screen's log and to a file of OUT as it comes; sets
+# code, seconds and said. Notes the part and returns 1 if there is no time left; returns 1 if it was not asked for.
 run() {
-    name=$1 limit=$2 log=$scratch/log
-    shift 2
+    file=$out/$1 name=$2 limit=$3
+    shift 3
+    wants "$name" || return 1
     left=$((deadline - $(date +%s)))
     if [ "$left" -lt 3 ]; then
         note "$name" "not checked" "" "no time left"
         return 1
     fi
     [ "$limit" -le "$left" ] || limit=$left
+    running=$name
+    write
     began=$(date +%s)
-    timeout -k 2 "$limit" "$@" >"$log" 2>&1
+    echo "==== $name" >>"$file"
+    lines=$(wc -l <"$file")
+    timeout -k 2 "$limit" "$@" >>"$file" 2>&1
     code=$?
     seconds=$(($(date +%s) - began))
+    tail -n +$((lines + 1)) "$file" >"$scratch/log"
+    log=$scratch/log
     # The error without its hint, or the last line; Mesa complains of its own.
     said=$(grep '^error: ' "$log" | grep -v XDG_RUNTIME_DIR | tail -n 1)
     [ -n "$said" ] || said=$(grep . "$log" | tail -n 1)
@@ -85,19 +116,15 @@ run() {
     return 0
 }
 
-# file: appends the output of the last part to a log.
-keep() {
-    { echo "==== $name" && cat "$log"; } >>"$out/$1"
-}
-
 # name limit test-program filter...: tests on the GPU.
 tests() {
-    run "$@" || return 0
-    keep tests.log
+    run tests.log "$@" || return 0
     if grep -q '^cuda: ignored' "$log"; then
         note "$name" "not checked" "$seconds" "$(grep '^cuda: ignored' "$log" | head -n 1)"
     elif [ $code = 0 ] && grep -q 'test result: ok. [1-9][0-9]* passed' "$log"; then
         note "$name" passed "$seconds" "$(grep 'test result: ' "$log" | tail -n 1)"
+    elif [ $code = 124 ] && ! grep -q 'FAILED$' "$log"; then
+        note "$name" "not checked" "$seconds" "$said; $(grep -c '\.\.\. ok$' "$log") passed until then"
     else
         note "$name" failed "$seconds" "exit $code; $said"
     fi
@@ -112,24 +139,28 @@ bench() {
 
 # name limit command...: a measurement.
 measure() {
-    run "$@" || return 0
-    keep bench.log
-    document=$(grep '^{.*}$' "$log" | tail -n 1)
-    [ -z "$document" ] || documents="$documents${documents:+,}
-    \"$name\": $document"
+    run bench.log "$@" || return 0
+    keep "$(grep '^{.*}$' "$log" | tail -n 1)"
+}
+
+# document: stores the figures of the part that ran last, and notes how it ended.
+keep() {
+    [ -z "$1" ] || documents="$documents${documents:+,}
+    \"$name\": $1"
     if [ $code = 0 ]; then
         note "$name" passed "$seconds" ""
     elif [ $code = 3 ]; then
         note "$name" "not checked" "$seconds" "$said"
-    elif [ $code = 124 ] && [ -n "$document" ]; then
+    elif [ $code = 124 ] && [ -n "$1" ]; then
         note "$name" passed "$seconds" "$said; its first rows are there"
     else
         note "$name" failed "$seconds" "exit $code; $said"
     fi
 }
 
-# tool limit: NVIDIA's checker of kernels over small cases.
+# tool: NVIDIA's checker of kernels over three small cases, in half of the time that is left.
 sanitize() {
+    wants "$1" || return
     sanitizer=$(command -v compute-sanitizer || echo "$kit/compute-sanitizer/bin/compute-sanitizer")
     if [ ! -x "$sanitizer" ]; then
         note "$1" "not checked" "" "there is no compute-sanitizer"
@@ -137,21 +168,34 @@ sanitize() {
     fi
     # shellcheck disable=SC2016
     each='for test in $2; do "$0" --tool $1 --error-exitcode 9 ./${test%%:*} cuda::${test#*:} --test-threads 1; [ $? != 9 ] || exit 9; done'
-    run "$1" "$2" sh -c "$each" "$sanitizer" "$1" "backends:assign::1x64x64 backends:update::2x3x5 decode:attend::bf16::b2 \
-        decode:prefill::bf16::b1_g1_r1 decode:linear::bf16::m17 decode:a2ats::batch decode:topk::d40 decode:wpq::d20 decode:sample::v257 \
-        cuda_model:session::llama_d128" || return 0
-    keep sanitizer.log
+    run sanitizer.log "$1" $(((deadline - $(date +%s)) / 2)) sh -c "$each" "$sanitizer" "$1" \
+        "decode:attend::bf16::b2 decode:wpq::d20 backends:update::2x3x5" || return 0
     if [ $code = 9 ]; then
         note "$1" failed "$seconds" "$(grep 'ERROR SUMMARY' "$log" | grep -v ': 0 ' | tail -n 1)"
     elif grep -q 'ERROR SUMMARY: 0' "$log"; then
-        note "$1" passed "$seconds" "$(grep -c 'ERROR SUMMARY: 0' "$log") runs without a report${said:+; }$said"
+        note "$1" passed "$seconds" "$(grep -c 'ERROR SUMMARY: 0' "$log") of 3 runs without a report"
     else
         note "$1" "not checked" "$seconds" "it does not work here: $said"
     fi
 }
 
+# The GPU, its driver, and whether cuBLAS multiplies, as the program names them.
+find_adapter() {
+    wants adapter || return
+    run bench.log adapter 20 ./kvsmith bench kmeans --n 256 --dim 32 --size 8 --iterations 1 --runs 1 --device cuda --json
+    adapter=$(plain "$(sed -n 's/.*"adapter":"\([^"]*\)".*/\1/p' "$log")")
+    if [ $code = 0 ]; then
+        note adapter passed "$seconds" "$adapter"
+    elif [ $code = 3 ]; then
+        note adapter "not checked" "$seconds" "$said"
+    else
+        note adapter failed "$seconds" "exit $code; $said"
+    fi
+}
+
 # PyTorch's attention beside ours, in one run.
 peers() {
+    wants peers || return
     if ! timeout 20 python3 -c 'import sys, torch; sys.exit(not torch.cuda.is_available())' 2>/dev/null; then
         note peers "not checked" "" "python3 has no torch that finds the GPU"
         return
@@ -161,51 +205,104 @@ peers() {
         --rounds 2 --runs 10 --json "$0" && tr -d "\n" <"$0" && echo' "$scratch/peers.json"
 }
 
-# A calibration of random weights in the sizes of Llama-3.1-8B, the default number of tokens.
-calibrate_8b() {
-    if [ "$(df -Pk "$scratch" | awk 'NR == 2 { print $4 }')" -lt $((40 * 1000 * 1000)) ]; then
-        note calibrate-8b "not checked" "" "less than 40 GB of disk are free"
+# The time of each kernel of a step, by NVIDIA's profiler.
+kernels() {
+    wants kernels || return
+    if ! command -v ncu >/dev/null 2>&1; then
+        note kernels "not checked" "" "there is no ncu"
         return
     fi
-    run write-8b 150 python3 make_random_model.py 8b "$scratch/model" --tokens 81920 || return 0
-    if [ $code != 0 ]; then
-        note calibrate-8b "not checked" "$seconds" "no model was written: $said"
-        return
+    measure kernels 40 python3 kernel_times.py --kvsmith ./kvsmith --context "$long" ${layer:+$layer} \
+        --methods "full${more:+,selfindex,a2ats,wpq,topk,lfps,ctkvr}"
+}
+
+# gigabytes: whether this much disk is free for a model.
+has_disk() {
+    [ "$(df -Pk "$scratch" | awk 'NR == 2 { print $4 }')" -ge $(($1 * 1000 * 1000)) ] && return 0
+    note "$name" "not checked" "" "less than $1 GB of disk are free"
+    return 1
+}
+
+# part limit layers argument...: a calibration of random weights in the sizes of Llama-3.1-8B, whose stages are stored as
+# they end.
+calibrate() {
+    name=$1 limit=$2
+    wants "$1" || return
+    shift 2
+    model_of "$1" || return
+    shift
+    run bench.log "$name" "$limit" ./kvsmith calibrate -v --device cuda --model "$scratch/model" \
+        --tokens "$scratch/model/tokens.json" -o "$scratch/artifact.safetensors" --overwrite --json "$@" || return 0
+    document=$(grep '^{.*}$' "$log" | tail -n 1)
+    # Stopped before its end: what its finished stages took, all layers together.
+    [ -n "$document" ] || document=$(sed -n 's/^layer [0-9]*: \(.*\) \([0-9.]*\) s$/\1|\2/p' "$log" | awk -F '|' '
+        { if (!($1 in sum)) order[++n] = $1; sum[$1] += $2 }
+        END {
+            if (n == 0) exit
+            printf "{\"stages\": ["
+            for (i = 1; i <= n; i++) printf "%s{\"name\": \"%s\", \"seconds\": %.3f}", i > 1 ? ", " : "", order[i], sum[order[i]]
+            print "]}"
+        }')
+    keep "$document"
+}
+
+# layers: writes a model of random weights, unless it is there.
+model_of() {
+    [ "$(cat "$scratch/layers" 2>/dev/null)" = "$1" ] && return 0
+    has_disk $((8 + $1 / 2)) || return 1
+    rm -rf "$scratch/model"
+    # shellcheck disable=SC2086
+    if ! timeout 150 python3 make_random_model.py $shape "$scratch/model" --layers "$1" --tokens "$tokens" >"$scratch/log" 2>&1; then
+        note "$name" "not checked" "" "no model was written: $(tail -n 1 "$scratch/log")"
+        return 1
     fi
-    measure calibrate-8b 370 ./kvsmith calibrate --device cuda --model "$scratch/model" --tokens "$scratch/model/tokens.json" \
-        --seq-len 16384 --max-tokens 81920 --uuid-tokens 0 -o "$scratch/artifact.safetensors" --json
+    echo "$1" >"$scratch/layers"
+}
+
+# A prompt of as many tokens, through four layers.
+prefill() {
+    name=prefill
+    wants prefill || return
+    model_of 4 || return
+    measure prefill 30 ./kvsmith run --json --device cuda --model "$scratch/model" --tokens "$scratch/model/tokens.json" \
+        --method full --max-new 2 --ignore-eos
 }
 
 echo "GPU: ${gpu:-none found}"
 write
-if [ $mode = 8b ]; then
-    calibrate_8b
-else
-    model="--shapes llama-3.1-8b" layer="--shapes llama-3.1-8b" long=128K short=8K batches=1,4 points="" runs="" more=,a2ats
-    if [ $mode = quick ]; then
-        model="--config calib-data/model/config.json --size 16" layer="--shapes 2/1x64 --size 32" long=200 short=100 batches=1
-        points="--n 500 --dim 32 --size 16 --iterations 2" runs="--runs 1" more=""
-    fi
-    # Correctness. The limits of all parts add up to 500 s.
-    tests backends 70 ./backends cuda::
-    tests decode 60 ./decode cuda::
-    tests model 50 ./cuda_model cuda::
-    tests calibrate 30 ./cmd_device cuda
-    # Bandwidth, a decode step of one layer, and of a whole model; what does not fit the memory is left out.
-    # shellcheck disable=SC2086
-    {
-        bench attend 35 attend $layer --context $short,$long --batch $batches --methods full$more${more:+,selfindex,wpq} $runs
-        bench retrieve 25 retrieve $layer --context $long --batch $batches $runs
-        bench decode-long 40 decode $model --context $long --batch $batches --methods full$more${more:+,selfindex} $runs
-        bench decode-short 30 decode $model --context $short --batch $batches --methods full$more $runs
-        [ $mode = quick ] || peers
-        # Fits: one head of 81,920 x 128 keys and 4,096 codewords, then all 256 of Llama-3.1-8B's.
-        bench kmeans-one 15 kmeans --runs 3 $points
-        [ $mode = quick ] || bench kmeans-8b 35 kmeans --heads 256 --runs 1
-    }
-    sanitize memcheck 30
-    sanitize racecheck 30
+find_adapter
+echo "adapter: ${adapter:-none}"
+model="--shapes llama-3.1-8b" layer="--shapes llama-3.1-8b" long=128K short=8K batches=1,4 points="" runs="" more=,selfindex,a2ats
+shape=8b tokens=81920 seq=16384 size=4096
+if [ "$mode" = quick ]; then
+    model="--config calib-data/model/config.json --size 16" layer="--shapes 2/1x64 --size 32" long=200 short=100 batches=1
+    points="--n 500 --dim 32 --size 16 --iterations 2" runs="--runs 1" more=""
+    shape=4,64,64,2,1,32,64 tokens=512 seq=256 size=16
 fi
+# Each part on the GPU, against the CPU or a plain form.
+tests backends 50 ./backends cuda::
+tests decode 60 ./decode cuda::
+tests model 40 ./cuda_model cuda::
+tests calibrate 20 ./cmd_device cuda
+# A decode step of one layer, and of a whole model; what does not fit the memory is left out.
+# shellcheck disable=SC2086
+{
+    bench attend 40 attend $layer --context $short,$long --batch $batches --methods full$more${more:+,wpq} $runs
+    bench attend-mean 12 attend $layer --context $long --batch $batches --methods wpq --wpq-center mean $runs
+    bench retrieve 25 retrieve $layer --context $long --batch $batches $runs
+    bench decode-long 40 decode $model --context $long --batch $batches --methods full$more${more:+,wpq} $runs
+    bench decode-short 30 decode $model --context $short --batch $batches --methods full$more${more:+,wpq} $runs
+    kernels
+    [ "$mode" = quick ] || peers
+    # Fits: one head of 81,920 x 128 keys and 4,096 codewords, then all 256 of Llama-3.1-8B's.
+    bench kmeans-one 12 kmeans --runs 3 $points
+    [ "$mode" = quick ] || bench kmeans-8b 25 kmeans --heads 256 --runs 1
+}
+prefill
+calibrate calibrate-layers 100 4 --no-verdict --seq-len $seq --size $size --wrope-position $((seq / 8))
+calibrate calibrate-8b 370 32 --seq-len $seq --size $size
+sanitize memcheck
+sanitize racecheck
 echo "wrote $out/gpu.json after $(($(date +%s) - start)) s"
 if [ -n "$failed" ]; then
     echo "failed:$failed" >&2

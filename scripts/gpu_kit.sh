@@ -28,7 +28,7 @@ ldd "$kit/kvsmith" | sed -n 's/.*=> \(\/[^ ]*\) .*/\1/p' | grep -E 'openblas|gfo
     while read -r library; do cp -L "$library" "$kit/lib/"; done
 cp -r calib-data/model calib-data/text.txt "$kit/calib-data/"
 cp -r tests/fixtures/golden "$kit/tests/fixtures/"
-cp scripts/gpu_check.sh benches/attention_peers.py benches/make_random_model.py "$kit/"
+cp scripts/gpu_check.sh benches/attention_peers.py benches/kernel_times.py benches/make_random_model.py "$kit/"
 # NVIDIA's checker of kernels, from PyPI, less its documentation.
 if python3 -m pip install --quiet --disable-pip-version-check --root-user-action ignore --no-deps \
     --target "$kit/wheel" 'nvidia-cuda-sanitizer-api==13.0.*'; then
@@ -41,4 +41,9 @@ fi
 rm -rf "$kit/wheel"
 # A window as large as all programs together finds what they have in common.
 XZ_OPT=--lzma2=preset=6,dict=128MiB tar -C "$(dirname "$kit")" -cJf "$kit.tar.xz" "$(basename "$kit")"
-du -sh "$kit" "$kit.tar.xz"
+bytes=$(stat -c %s "$kit.tar.xz")
+echo "$kit.tar.xz: $((bytes >> 20)) MiB"
+if [ "$bytes" -gt $((60 << 20)) ]; then
+    echo "error: $kit.tar.xz has more than 60 MiB, the most that the machines it is for take" >&2
+    exit 1
+fi

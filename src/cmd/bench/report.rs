@@ -66,8 +66,8 @@ impl<'a> Results<'a> {
         }
     }
 
-    /// Adds a result; `more` has the members that only this benchmark gives, and `says` gives the numbers in words, one
-    /// fact per line.
+    /// Adds a result and prints it, with `--json` on stderr; `more` has the members that only this benchmark gives, and
+    /// `says` gives the numbers in words, one fact per line.
     pub fn add(
         &mut self,
         [name, shape, device]: [&str; 3],
@@ -87,13 +87,12 @@ impl<'a> Results<'a> {
         });
         merge(&mut row, more);
         self.rows.push(row);
-        match self.global.json {
-            true => Ok(()),
-            false => {
-                let says = says.join("\n  ");
-                print(&wrapped(&format!("{name} ({shape})\n  {says}\n"), COLUMNS))
-            }
+        let text = wrapped(&format!("{name} ({shape})\n  {}", says.join("\n  ")), COLUMNS);
+        if self.global.json {
+            self.global.log().note(&text);
+            return Ok(());
         }
+        print(&format!("{text}\n"))
     }
 
     /// Tells whether there is no result yet.

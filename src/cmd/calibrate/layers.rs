@@ -64,7 +64,9 @@ impl CalibrationRun<'_> {
         let progress = self.log.progress((remaining * per_layer) as u64, "states");
         while capture.next_layer < sizes.n_layers {
             let layer = capture.next_layer;
-            let states = stages.time(CAPTURE, || self.capture(&mut capture, &progress))?;
+            let states = self.time(&mut stages, layer, CAPTURE, || {
+                self.capture(&mut capture, &progress)
+            })?;
             heap::trim();
             let parts = self.fit(layer, &states, &progress, &mut stages)?;
             if let Some(work) = work {
@@ -181,12 +183,27 @@ impl CalibrationRun<'_> {
                 rope: &self.decoder.rope,
             };
             let units = self.corpus.n_tokens() as u64;
-            let part = stages.time(kind.facts().stage, || {
+            let part = self.time(stages, layer, kind.facts().stage, || {
                 fit_layer(fit, &states, progress, units, self.log)
             })?;
             Ok((kind.name(), part))
         };
         self.fits.iter().map(|of| fit(of.as_ref())).collect()
+    }
+
+    /// Does the work of a stage for one layer, adds its time to the stage, and prints it with `-v`.
+    fn time<T>(
+        &self,
+        stages: &mut Stages,
+        layer: usize,
+        stage: &'static str,
+        work: impl FnOnce() -> Result<T>,
+    ) -> Result<T> {
+        let before = stages.get(stage);
+        let out = stages.time(stage, work)?;
+        let seconds = stages.get(stage) - before;
+        self.log.detail(&format!("layer {layer}: {stage} {seconds:.3} s"));
+        Ok(out)
     }
 
     /// Shows in the progress bar what is being done.
