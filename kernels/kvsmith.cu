@@ -15,6 +15,7 @@
 #include "nearest.cu"
 #include "nearest_fast.cu"
 #include "pack_rows.cu"
+#include "path_wpq.cu"
 #include "prefill.cu"
 #include "prompt.cu"
 #include "rank_lfps.cu"

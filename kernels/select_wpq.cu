@@ -9,8 +9,7 @@
 //
 // - word_tables: one block per query head applies the query's map and then computes the products with all words.
 // - static_scores.cu: the exact scores of the static set.
-// - path_scores: the scores of the mean at every candidate, if codes describe the keys around the path of their mean;
-//   arcs and turns are those of encode_wpq.cu.
+// - path_wpq.cu: the scores of the mean at every candidate, if codes describe the keys around the path of their mean.
 // - word_parts: per block of SCAN candidates, the largest estimate and the sum of the exponentials.
 // - word_keys: the denominators from all parts, and the probabilities summed over the query heads.
 // - refine_wpq.cu: the same for the refined keys, whose first estimates are removed from the denominators.
@@ -126,43 +125,6 @@ DEVICE void build_tables(TABLE_PARAMETERS) {
         item_spans, scale, stages, groups, dim, d
 KERNEL(256, 2, word_tables_16, TABLE_PARAMETERS) { build_tables<RoundedTables>(TABLE_ARGUMENTS); }
 KERNEL(256, 2, word_tables_256, TABLE_PARAMETERS) { build_tables<ExactTables>(TABLE_ARGUMENTS); }
-
-// Scores the mean's path at every candidate for queries `[b,h,d]`: paths `[b,g,ceil(r/4),capacity,4]`, whose last axis has
-// the scores of four query heads side by side, and zeros beyond the last. A block covers PATH_ARCS arcs, and a thread one
-// position.
-constexpr u32 PATH_ARCS = 256 / ARC;
-KERNEL(256, 2, path_scores, const float* queries, const float* arcs, const float* turns, const u32* spans, float* paths,
-       float scale, u32 r, u32 d, u32 capacity) {
-    SHARED(float, turned, PATH_ARCS * QUAD * KEY_CHANNELS);
-    u32 at = blockIdx.z * gridDim.y + blockIdx.y, start = blockIdx.x * 256, half = d / 2;
-    const u32* span = spans + 4 * blockIdx.z;
-    u32 from = span[0] + span[1], to = span[2], p = start + threadIdx.x, quads = (r + QUAD - 1) / QUAD;
-    if (start >= to || start + 256 <= from) return;
-    const float *arc = arcs + (u64)blockIdx.y * d * ARC + threadIdx.x % ARC, *own = turned + threadIdx.x / ARC * QUAD * d;
-    for (u32 first = 0; first < r; first += QUAD) {
-        u32 count = smaller(QUAD, r - first);
-        __syncthreads();
-        // The queries, turned back by the start of each arc.
-        for (u32 i = threadIdx.x; i < PATH_ARCS * count * half; i += 256) {
-            u32 c = i % half, e = i / half % count, a = i / half / count;
-            const float *query = queries + ((u64)at * r + first + e) * d, *turn = turns + (u64)(start / ARC + a) * d;
-            float low = query[c] * scale, high = query[half + c] * scale, cosine = turn[c], sine = turn[half + c];
-            float* result = turned + (a * QUAD + e) * d;
-            result[c] = low * cosine + high * sine, result[half + c] = high * cosine - low * sine;
-        }
-        __syncthreads();
-        float sums[QUAD] = {};
-        for (u32 c = 0; c < d; c++) {
-            float mean = arc[c * ARC];
-UNROLL
-            for (u32 e = 0; e < QUAD; e++) {
-                if (e < count) sums[e] = fmaf(own[e * d + c], mean, sums[e]);
-            }
-        }
-        if (p < from || p >= to) continue;
-        ((float4*)paths)[((u64)at * quads + first / QUAD) * capacity + p] = {sums[0], sums[1], sums[2], sums[3]};
-    }
-}
 
 // ---- scans ----
 

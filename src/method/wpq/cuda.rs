@@ -107,7 +107,7 @@ impl<'d> Wpq<'d> {
         let space = &self.space;
         self.build_tables(queries, positions)?;
         space.score_static(queries, cache, positions)?;
-        if let (Some(paths), Some(arcs)) = (&space.paths, &self.quantisers.arcs) {
+        if let (Some(paths), Some(arcs)) = (&space.paths, &self.quantisers.arc_parts) {
             space.score_paths(paths, arcs, queries, positions)?;
         }
         self.rank(positions)?;

@@ -1,6 +1,6 @@
 //! The quantisers of one layer on the GPU.
 
-use half::f16;
+use half::{bf16, f16};
 use ndarray::{ArrayView2, Axis};
 
 use crate::compute::cuda::buffer::Buffer;
@@ -93,6 +93,8 @@ pub struct Quantisers<'d> {
     /// The mean before rotation at the positions of the first arc, `[g,d,ARC]`, if codes describe the keys around its
     /// path.
     pub(super) arcs: Option<Buffer<'d, f32>>,
+    /// The same as the sum of two bf16 numbers, as `path_scores` reads it: `[g,2,ARC,k]`.
+    pub(super) arc_parts: Option<Buffer<'d, bf16>>,
     /// The words, `[g,stages,m,dim,words]`.
     pub(super) words: Buffer<'d, f16>,
     /// Half of the squared norm of each word, `[g,stages,m,words]`.
@@ -134,12 +136,18 @@ impl<'d> Quantisers<'d> {
             .filter_map(|head| head.path())
             .flat_map(|path| path.arc().t().iter().copied().collect::<Vec<_>>())
             .collect();
+        let paths = heads.iter().filter_map(|head| head.path());
+        let arc_parts: Vec<bf16> = paths.flat_map(|path| parts(path.arc().view())).collect();
         let arcs = sizes
             .has_path
             .then(|| Buffer::of(driver, "means by position", &arcs));
+        let arc_parts = sizes
+            .has_path
+            .then(|| Buffer::of(driver, "means by position", &arc_parts));
         Ok(Self {
             sizes,
             arcs: arcs.transpose()?,
+            arc_parts: arc_parts.transpose()?,
             key_maps: Buffer::of(driver, "key maps", &joined(|head| padded(head.projection())))?,
             query_maps: Buffer::of(driver, "query maps", &of_queries)?,
             means: Buffer::of(driver, "means", &joined(|head| head.mean().to_vec()))?,
@@ -147,6 +155,21 @@ impl<'d> Quantisers<'d> {
             norms: Buffer::of(driver, "norms of words", &norms)?,
         })
     }
+}
+
+/// Returns a matrix `[ARC,d]` as the sum of two matrices of bf16, `[2,ARC,k]`, the larger one first. Channels c and
+/// d/2 + c lie side by side, and k is d rounded up to a multiple of 16, with zeros.
+fn parts(arc: ArrayView2<f32>) -> Vec<bf16> {
+    let (rows, d) = arc.dim();
+    let (half, width) = (d / 2, d.next_multiple_of(16));
+    let mut out = vec![bf16::ZERO; 2 * rows * width];
+    let (large, small) = out.split_at_mut(rows * width);
+    for ((row, c), value) in arc.indexed_iter() {
+        let at = row * width + 2 * (c % half) + c / half;
+        large[at] = bf16::from_f32(*value);
+        small[at] = bf16::from_f32(value - large[at].to_f32());
+    }
+    out
 }
 
 /// Returns the rows of a matrix, followed by rows of zeros up to a multiple of 4 rows.

@@ -1,5 +1,7 @@
 //! The buffers of a step, and the exact scores of the static set.
 
+use half::bf16;
+
 use super::Sizes;
 use crate::compute::cuda::buffer::Buffer;
 use crate::compute::cuda::driver::Driver;
@@ -16,7 +18,7 @@ use crate::method::wpq::path::{ARC, MeanPath};
 const QUAD: usize = 4;
 const LINE: usize = 5;
 /// Positions per block of `path_scores`.
-const SCORED: usize = 256;
+const SCORED: usize = 32 * ARC;
 
 /// The buffers of a step; all layers with the same sliding window share them.
 pub struct WpqWorkspace<'d> {
@@ -125,24 +127,25 @@ impl<'d> WpqWorkspace<'d> {
         })
     }
 
-    /// Scores the path of the mean, from its positions on the first arc, for the queries of a step.
+    /// Scores the path of the mean, from its positions on the first arc in two parts, for the queries of a step.
     pub(super) fn score_paths(
         &self,
         paths: &Paths<'d>,
-        arcs: &Buffer<'_, f32>,
+        arcs: &Buffer<'_, bf16>,
         queries: &Buffer<'_, f32>,
         positions: &Positions<'_>,
     ) -> Result<()> {
         let shape = &self.best.shape;
         kernels::PathScores {
             queries: queries.ptr(),
-            arcs: arcs.ptr(),
+            arcs: arcs.ptr().cast(),
             turns: paths.turns.ptr(),
             spans: positions.spans.ptr(),
             paths: paths.scores.ptr(),
             scale: shape.exponent(),
             r: shape.group,
             d: shape.head_dim,
+            k: shape.head_dim.next_multiple_of(16),
             capacity: shape.capacity,
         }
         .launch(self.driver, shape.grid(shape.capacity.div_ceil(SCORED)))
