@@ -157,6 +157,8 @@ fn kit(driver: &Path, seconds: u32, fails: &str) -> tempfile::TempDir {
     std::os::unix::fs::symlink(env!("CARGO_BIN_EXE_kvsmith"), at("kvsmith")).unwrap();
     std::os::unix::fs::symlink(root().join("calib-data"), at("calib-data")).unwrap();
     std::os::unix::fs::symlink(driver, at("lib")).unwrap();
+    let random_model = root().join("benches/make_random_model.py");
+    std::os::unix::fs::symlink(random_model, at("make_random_model.py")).unwrap();
     for name in ["backends", "decode", "cuda_model", "cmd_device"] {
         let result = match name == fails {
             true => "echo 'test result: FAILED. 1 passed; 1 failed'; exit 101",
@@ -174,7 +176,7 @@ fn gpu_check(kit: &Path, out: &Path) -> Command {
         .args([kit, out])
         .arg("quick")
         .env("FAKE_CUDA_MIB", "64")
-        // Without a sanitizer of the machine's own.
+        // Without a sanitizer and a profiler of the machine's own.
         .env(
             "PATH",
             "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin",
@@ -209,26 +211,65 @@ pub fn check_script(driver: &Path) {
     assert!(std::fs::read_dir(out.path()).unwrap().count() <= 4);
     let report = report(out.path());
     let expected = [
+        ("adapter", "passed"),
         ("backends", "passed"),
         ("decode", "failed"),
         ("model", "passed"),
         ("calibrate", "passed"),
         ("attend", "passed"),
+        ("attend-mean", "passed"),
         ("retrieve", "passed"),
         ("decode-long", "passed"),
         ("decode-short", "passed"),
+        ("kernels", "not checked"),
         ("kmeans-one", "passed"),
+        ("prefill", "passed"),
+        ("calibrate-layers", "passed"),
         ("memcheck", "not checked"),
         ("racecheck", "not checked"),
     ];
     let expected = expected.map(|(name, status)| (name.to_owned(), status.to_owned()));
     assert_eq!(statuses(&report), BTreeMap::from(expected), "{report}");
-    for name in ["attend", "retrieve", "decode-long", "decode-short", "kmeans-one"] {
+    for name in ["attend", "attend-mean", "retrieve", "decode-long", "decode-short", "kmeans-one"] {
         assert!(
             report["bench"][name]["rows"][0]["median_s"].is_number(),
             "{name}: {report}"
         );
     }
+    assert!(report["bench"]["prefill"]["prefill_s"].is_number(), "{report}");
+    let stages = &report["bench"]["calibrate-layers"]["stages"];
+    assert!(stages.as_array().is_some_and(|stages| stages.len() > 3), "{report}");
+    let adapter = report["adapter"].as_str().expect("an adapter");
+    assert!(adapter.starts_with("Fake GPU, compute capability 9.0"), "{adapter}");
+    let text = std::fs::read_to_string(out.path().join("gpu.json")).unwrap();
+    assert!(text.starts_with("{\n  \"adapter\": \""), "the adapter comes first: {text}");
+}
+
+/// Parts can be named; a calibration that is stopped leaves the times of its finished stages.
+pub fn check_script_parts(driver: &Path) {
+    let out = tempfile::tempdir().unwrap();
+    let kit = kit(driver, 0, "");
+    let program = kit.path().join("kvsmith");
+    std::fs::remove_file(&program).unwrap();
+    // Says what a calibration says, and ends as one that is stopped.
+    let stopped = "#!/bin/sh\necho 'layer 0: capture 1.500 s\nlayer 0: codebooks 0.250 s\nlayer 1: capture 2.000 s' >&2\n\
+        sleep 0.1\nexit 124\n";
+    std::fs::write(&program, stopped).unwrap();
+    std::fs::set_permissions(&program, std::fs::Permissions::from_mode(0o755)).unwrap();
+    let run = |part: &str| {
+        let mut command = Command::new("sh");
+        command.arg(root().join("scripts/gpu_check.sh"));
+        Outcome::of(command.args([kit.path(), out.path()]).arg(part).output().unwrap())
+    };
+    let outcome = run("calibrate-layers");
+    assert_eq!(outcome.code, Some(0), "{} {}", outcome.stdout, outcome.stderr);
+    let report = report(out.path());
+    assert_eq!(statuses(&report).len(), 1, "{report}");
+    let stages = serde_json::json!([{ "name": "capture", "seconds": 3.5 }, { "name": "codebooks", "seconds": 0.25 }]);
+    assert_eq!(report["bench"]["calibrate-layers"]["stages"], stages);
+    let wrong = run("calibrat");
+    assert_eq!(wrong.code, Some(2));
+    assert!(wrong.stderr.contains("`calibrat` is no part"), "{}", wrong.stderr);
 }
 
 /// Killed at any time, it leaves a whole document of what it had.
@@ -239,7 +280,10 @@ pub fn check_script_killed(driver: &Path) {
     let start = Instant::now();
     let has_parts = || {
         let text = std::fs::read_to_string(out.path().join("gpu.json")).unwrap_or_default();
-        text.contains("\"decode\"")
+        // Whole whenever it is there.
+        let known: Value = serde_json::from_str(&text).unwrap_or_default();
+        assert!(text.is_empty() || known["parts"].is_array(), "{text}");
+        text.contains("\"name\": \"decode\"")
     };
     while !has_parts() {
         assert!(start.elapsed() < Duration::from_secs(60), "no part has ended");
@@ -253,20 +297,22 @@ pub fn check_script_killed(driver: &Path) {
     assert!(!statuses.contains_key("racecheck"), "{statuses:?}");
 }
 
-/// The limits of all parts add up to what the script says, within nine minutes.
+/// The limits of all parts but the sanitizers', which take what is left, add up to less than what the script may take.
 pub fn check_script_limits(_: &Path) {
     let script = std::fs::read_to_string(root().join("scripts/gpu_check.sh")).unwrap();
-    let (_, parts) = script.split_once("# Correctness.").expect("the parts");
     let limit = |line: &str| {
         let words: Vec<&str> = line.split_whitespace().collect();
-        let at = words
-            .iter()
-            .position(|w| ["tests", "bench", "sanitize"].contains(w))?;
-        words.get(at + 2)?.parse::<u32>().ok()
+        let commands = ["tests", "bench", "kernels", "measure", "calibrate", "run"];
+        let at = words.iter().position(|w| commands.contains(w))?;
+        // `run` names the log first.
+        let at = at + usize::from(words[at] == "run");
+        let (name, limit) = (*words.get(at + 1)?, words.get(at + 2)?.parse::<u32>().ok()?);
+        (name != "calibrate-8b").then_some(limit)
     };
-    let listed: u32 = parts.lines().filter_map(limit).sum();
-    // `peers` has 20 s to look for PyTorch, and 30 s.
-    assert!(script.contains("timeout 20 python3") && script.contains("measure peers 30"));
-    assert_eq!(listed + 50, 500);
+    let limits: Vec<u32> = script.lines().filter_map(limit).collect();
+    assert_eq!(limits.len(), 17, "{limits:?}");
+    // `peers` has 20 s to look for PyTorch, and the random model of four layers 21 s to be written.
+    assert!(script.contains("timeout 20 python3") && script.contains("timeout \"$((5 + 4 * $1))\" python3"));
+    assert!(limits.iter().sum::<u32>() + 41 < 530, "{limits:?}");
     assert!(script.contains("deadline=$((start + 530))"));
 }

@@ -70,6 +70,7 @@ fn main() -> ExitCode {
     add("recorded_launches", chips::recorded_launches);
     add("an_old_driver", chips::old_driver);
     add("check_script", chips::check_script);
+    add("check_script_parts", chips::check_script_parts);
     add("check_script_killed", chips::check_script_killed);
     add("check_script_limits", chips::check_script_limits);
     libtest_mimic::run(&Arguments::from_args(), trials).exit_code()
