@@ -3,6 +3,7 @@
 use std::ffi::{c_uint, c_void};
 use std::ptr;
 use std::sync::Mutex;
+use std::thread;
 
 use cudarc::driver::result;
 use cudarc::driver::sys::{self, CUevent, CUevent_flags, CUresult};
@@ -11,8 +12,11 @@ use super::failed;
 use crate::compute::cuda::driver::Part;
 use crate::error::{Error, Result};
 
-/// The most bytes of one piece of a copy to the device.
-const PIECE: usize = 4 << 20;
+/// The most bytes of one piece of a copy.
+const PIECE: usize = 16 << 20;
+/// Copies of at least so many bytes go through page-locked memory: the driver's own copies of other memory are several
+/// times slower.
+pub const LARGE: usize = 1 << 20;
 
 /// Page-locked memory, with an event that tells when its copies are done.
 struct Pinned {
@@ -75,6 +79,8 @@ impl Drop for Pinned {
 #[derive(Default)]
 pub struct Staging {
     arriving: Mutex<Option<Pinned>>,
+    /// Two pieces of memory for large copies from the device, used in turns.
+    receiving: Mutex<[Option<Pinned>; 2]>,
     /// Two pieces of memory, used in turns; the number says which was used last.
     leaving: Mutex<(usize, [Option<Pinned>; 2])>,
 }
@@ -115,6 +121,45 @@ impl Staging {
         Ok(true)
     }
 
+    /// Copies bytes from the device after all earlier launches, a piece while the one before it goes to its place; returns
+    /// false, and does nothing, if no memory can be locked.
+    pub fn receive(&self, from: u64, bytes: &mut [u8]) -> Result<bool> {
+        let mut receiving = self.receiving.lock().map_err(|_| broken())?;
+        let size = PIECE.min(bytes.len());
+        for pinned in receiving.iter_mut() {
+            if at_least(pinned, size)?.is_none() {
+                return Ok(false);
+            }
+        }
+        let [Some(first), Some(second)] = &*receiving else {
+            return Ok(false);
+        };
+        let both = [first, second];
+        let begin = |i: usize, len: usize| {
+            let pinned = both[i % 2];
+            // SAFETY: within the memory, which nobody else has while the lock is held; what was in it has been copied
+            // away.
+            let room = unsafe { std::slice::from_raw_parts_mut(pinned.at, len) };
+            // SAFETY: the buffer behind the address has at least as many bytes; the copy is waited for below, or in
+            // `drop`.
+            unsafe { result::memcpy_dtoh_async(room, from + (i * PIECE) as u64, ptr::null_mut()) }
+                .map_err(|e| failed("a copy from the GPU failed", e))?;
+            pinned.mark()
+        };
+        let sizes: Vec<usize> = bytes.chunks(PIECE).map(<[u8]>::len).collect();
+        begin(0, sizes[0])?;
+        for (i, to) in bytes.chunks_mut(PIECE).enumerate() {
+            if let Some(next) = sizes.get(i + 1) {
+                begin(i + 1, *next)?;
+            }
+            let pinned = both[i % 2];
+            pinned.wait()?;
+            // SAFETY: as above; the copy is done.
+            copy(unsafe { std::slice::from_raw_parts(pinned.at, to.len()) }, to);
+        }
+        Ok(true)
+    }
+
     /// See [`Driver::send`](crate::compute::cuda::driver::Driver::send); returns false if no memory can be locked.
     pub fn send(&self, to: u64, bytes: &[u8]) -> Result<bool> {
         let mut leaving = self.leaving.lock().map_err(|_| broken())?;
@@ -128,7 +173,7 @@ impl Staging {
             pinned.wait()?;
             // SAFETY: within the memory, which nobody else has while the lock is held, and no copy reads any more.
             let room = unsafe { std::slice::from_raw_parts_mut(pinned.at, piece.len()) };
-            room.copy_from_slice(piece);
+            copy(piece, room);
             // SAFETY: the buffer behind the address has at least as many bytes; the memory stays as it is until the
             // event has come.
             unsafe { result::memcpy_htod_async(to + (i * PIECE) as u64, room, ptr::null_mut()) }
@@ -151,6 +196,21 @@ fn at_least(pinned: &mut Option<Pinned>, bytes: usize) -> Result<Option<&Pinned>
         *pinned = Pinned::new(bytes.next_power_of_two().max(1 << 16))?;
     }
     Ok(pinned.as_ref())
+}
+
+/// Copies bytes with several threads if there are many. Memory that is written for the first time costs much more than the
+/// copy, and threads of a pool could run work that waits for the same lock.
+fn copy(from: &[u8], to: &mut [u8]) {
+    let cores = thread::available_parallelism().map_or(1, usize::from);
+    let each = from.len().div_ceil(cores.min(8)).max(LARGE);
+    if from.len() <= each {
+        return to.copy_from_slice(from);
+    }
+    thread::scope(|scope| {
+        for (from, to) in from.chunks(each).zip(to.chunks_mut(each)) {
+            scope.spawn(|| to.copy_from_slice(from));
+        }
+    });
 }
 
 fn broken() -> Error {
