@@ -102,6 +102,10 @@ fn compile(nvcc: &Path, out: &Path, chip: u32) -> bool {
     let mut command = Command::new(nvcc);
     command.args(["-std=c++17", "-O3", "-Werror", "all-warnings", "-Xptxas", "-v"]);
     command.args(["-gencode", &format!("arch=compute_{chip},code=sm_{chip}")]);
+    if chip >= 90 {
+        // See wait_for_earlier() in kernels/common.h.
+        command.arg("-DKVSMITH_OVERLAP");
+    }
     if CHIPS.last() == Some(&chip) {
         // PTX, which the driver compiles for later chips.
         command.args(["-gencode", &format!("arch=compute_{chip},code=compute_{chip}")]);

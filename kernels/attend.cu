@@ -12,10 +12,18 @@ struct PlainRows {
 
     // Starts copying a tile. Beyond the last item it copies the last item again; attend_items ignores the scores of
     // these copies.
+    // All positions are read before the first copy, which no load passes.
     DEVICE void fill(u16* k, u16* v, const Attended& span, u32 start, u32 end) const {
-        for (u32 i = threadIdx.x; i < ITEMS * (D / 8); i += 128) {
-            u32 row = i / (D / 8), eighth = i % (D / 8);
-            u64 from = (u64)span.position(smaller(start + row, end - 1)) * D + eighth * 8;
+        constexpr u32 COPIES = ITEMS * (D / 8) / 128;
+        u32 positions[COPIES];
+UNROLL
+        for (u32 n = 0; n < COPIES; n++) {
+            positions[n] = span.position(smaller(start + (n * 128 + threadIdx.x) / (D / 8), end - 1));
+        }
+UNROLL
+        for (u32 n = 0; n < COPIES; n++) {
+            u32 i = n * 128 + threadIdx.x, row = i / (D / 8), eighth = i % (D / 8);
+            u64 from = (u64)positions[n] * D + eighth * 8;
             copy_16_bytes(k + row * PITCH<D> + eighth * 8, keys + from);
             copy_16_bytes(v + row * PITCH<D> + eighth * 8, values + from);
         }
@@ -31,19 +39,20 @@ struct PlainRows {
     attend<PlainRows<BF, D>, D>({keys + first, values + first}, shared, queries, spans, lists, listed, outs,    \
                                 sums, scale, r, most)
 
-KERNEL_SHARED(128, 2, ATTEND_BYTES(64), attend_half_64, ATTEND_PARAMETERS) { ATTEND(false, 64); }
-KERNEL_SHARED(128, 2, ATTEND_BYTES(80), attend_half_80, ATTEND_PARAMETERS) { ATTEND(false, 80); }
-KERNEL_SHARED(128, 2, ATTEND_BYTES(96), attend_half_96, ATTEND_PARAMETERS) { ATTEND(false, 96); }
-KERNEL_SHARED(128, 2, ATTEND_BYTES(128), attend_half_128, ATTEND_PARAMETERS) { ATTEND(false, 128); }
-KERNEL_SHARED(128, 2, ATTEND_BYTES(64), attend_bfloat_64, ATTEND_PARAMETERS) { ATTEND(true, 64); }
-KERNEL_SHARED(128, 2, ATTEND_BYTES(80), attend_bfloat_80, ATTEND_PARAMETERS) { ATTEND(true, 80); }
-KERNEL_SHARED(128, 2, ATTEND_BYTES(96), attend_bfloat_96, ATTEND_PARAMETERS) { ATTEND(true, 96); }
-KERNEL_SHARED(128, 2, ATTEND_BYTES(128), attend_bfloat_128, ATTEND_PARAMETERS) { ATTEND(true, 128); }
+KERNEL_SHARED(128, 2, ATTEND_BYTES(64), attend_half_64, ATTEND_PARAMETERS) { wait_for_earlier(); ATTEND(false, 64); }
+KERNEL_SHARED(128, 2, ATTEND_BYTES(80), attend_half_80, ATTEND_PARAMETERS) { wait_for_earlier(); ATTEND(false, 80); }
+KERNEL_SHARED(128, 2, ATTEND_BYTES(96), attend_half_96, ATTEND_PARAMETERS) { wait_for_earlier(); ATTEND(false, 96); }
+KERNEL_SHARED(128, 2, ATTEND_BYTES(128), attend_half_128, ATTEND_PARAMETERS) { wait_for_earlier(); ATTEND(false, 128); }
+KERNEL_SHARED(128, 2, ATTEND_BYTES(64), attend_bfloat_64, ATTEND_PARAMETERS) { wait_for_earlier(); ATTEND(true, 64); }
+KERNEL_SHARED(128, 2, ATTEND_BYTES(80), attend_bfloat_80, ATTEND_PARAMETERS) { wait_for_earlier(); ATTEND(true, 80); }
+KERNEL_SHARED(128, 2, ATTEND_BYTES(96), attend_bfloat_96, ATTEND_PARAMETERS) { wait_for_earlier(); ATTEND(true, 96); }
+KERNEL_SHARED(128, 2, ATTEND_BYTES(128), attend_bfloat_128, ATTEND_PARAMETERS) { wait_for_earlier(); ATTEND(true, 128); }
 
 // Merges partial results by their log-sum-exps: out `[b,h,w]`, lse `[b,h]` in natural units; zeros and minus infinity
 // if nothing was attended. Each block has a query head. The weights of 256 parts at a time go to shared memory; then
 // each warp adds up every eighth of these parts, and each lane up to four of the w <= 128 channels.
 KERNEL(256, 2, merge_parts, const float* outs, const float* sums, float* out, float* lse, u32 parts, u32 r, u32 w) {
+    wait_for_earlier();
     SHARED(float, weights, 256);
     SHARED(float, warps, 2 * 8);
     SHARED(float, outputs, 8 * 128);
@@ -92,6 +101,7 @@ UNROLL
 KERNEL(128, 1, join_rest, const float* queries, const void* keys, const void* values, const u32* spans,
        const u32* marked, const float* rest, const double* sums, float* out, float* lse, float scale, u32 kind, u32 g,
        u32 r, u32 d, u32 w, u32 capacity, u32 sinks) {
+    wait_for_earlier();
     u32 head = blockIdx.x, at = head / r, c = threadIdx.x;
     if (marked[head] == 0) return;
     const u32* span = spans + 4 * (at / g);

@@ -7,6 +7,7 @@
 KERNEL_SHARED(128, 1, 4 * (16 * 128 + 64 * 129 + 16 * 64), attend_float, const float* queries, const float* keys,
        const float* values, const u32* spans, OPTIONAL const u32* lists, OPTIONAL const u32* listed, float* outs,
        float* sums, float scale, u32 r, u32 capacity, u32 most, u32 w) {
+    wait_for_earlier();
     DYNAMIC_SHARED(float, q);
     SHARED(float, tops, QUERIES);
     SHARED(float, keeps, QUERIES);

@@ -64,7 +64,7 @@ UNROLL
                           d, pitch, smaller(full_count[at], FULL), is_signed};                                  \
     attend<PackedRows<D>, D>(rows, shared, queries, spans, lists, listed, outs, sums, scale, r, most)
 
-KERNEL_SHARED(128, 2, ATTEND_BYTES(64), attend_packed_64, PACKED_PARAMETERS) { ATTEND_PACKED(64); }
-KERNEL_SHARED(128, 2, ATTEND_BYTES(80), attend_packed_80, PACKED_PARAMETERS) { ATTEND_PACKED(80); }
-KERNEL_SHARED(128, 2, ATTEND_BYTES(96), attend_packed_96, PACKED_PARAMETERS) { ATTEND_PACKED(96); }
-KERNEL_SHARED(128, 2, ATTEND_BYTES(128), attend_packed_128, PACKED_PARAMETERS) { ATTEND_PACKED(128); }
+KERNEL_SHARED(128, 2, ATTEND_BYTES(64), attend_packed_64, PACKED_PARAMETERS) { wait_for_earlier(); ATTEND_PACKED(64); }
+KERNEL_SHARED(128, 2, ATTEND_BYTES(80), attend_packed_80, PACKED_PARAMETERS) { wait_for_earlier(); ATTEND_PACKED(80); }
+KERNEL_SHARED(128, 2, ATTEND_BYTES(96), attend_packed_96, PACKED_PARAMETERS) { wait_for_earlier(); ATTEND_PACKED(96); }
+KERNEL_SHARED(128, 2, ATTEND_BYTES(128), attend_packed_128, PACKED_PARAMETERS) { wait_for_earlier(); ATTEND_PACKED(128); }

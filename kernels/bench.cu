@@ -11,6 +11,7 @@ DEVICE u32 mix(u32 x) {
 
 // Fills n numbers: f32 (kind 0), f16 (1) or bf16 (2) from -1 to 1, u16 below `below` (3), u32 (4).
 KERNEL(256, 1, fill_random, void* out, u64 n, u32 kind, u32 below, u32 seed) {
+    wait_for_earlier();
     for (u64 i = (u64)blockIdx.x * 256 + threadIdx.x; i < n; i += (u64)gridDim.x * 256) {
         u32 bits = mix((u32)i ^ mix((u32)(i >> 32) + seed));
         float v = (float)(bits >> 8) * 0x1p-23f - 1;
@@ -24,6 +25,7 @@ KERNEL(256, 1, fill_random, void* out, u64 n, u32 kind, u32 below, u32 seed) {
 
 // Reads n pieces of 16 bytes; sums `[blocks,256]` keep the compiler from removing the reads.
 KERNEL(256, 4, read_all, const uint4* from, u64 n, u32* sums) {
+    wait_for_earlier();
     u32 sum = 0;
     u64 stride = (u64)gridDim.x * 256, i = (u64)blockIdx.x * 256 + threadIdx.x;
     for (; i + 3 * stride < n; i += 4 * stride) {

@@ -4,6 +4,7 @@
 
 // Computes the means of rows first..first + count, summed in f64 in a fixed order: out `[b,w]`.
 KERNEL(256, 1, channel_mean, const float* x, float* out, u32 n, u32 w, u32 first, u32 count) {
+    wait_for_earlier();
     SHARED(double, sums, 8 * 32);
     u32 channel = blockIdx.x * 32 + lane();
     double sum = 0;
@@ -29,6 +30,7 @@ DEVICE u32 sort_key(float v, u32 magnitude) {
 // bits, the values that match the bits found so far. rank < count; out `[b,w]`.
 KERNEL(256, 1, channel_ranked, const float* x, float* out, u32 n, u32 w, u32 first, u32 count, u32 rank,
        u32 magnitude) {
+    wait_for_earlier();
     SHARED(u32, histogram, 256 * 32);
     SHARED(u32, prefix, 32);
     u32 channel = blockIdx.x * 32 + lane();
@@ -65,6 +67,7 @@ KERNEL(256, 1, channel_ranked, const float* x, float* out, u32 n, u32 w, u32 fir
 
 // Subtracts centre `[b,w]` from rows first..first + count.
 KERNEL(256, 1, subtract, float* x, const float* centre, u32 n, u32 w, u32 first, u32 count) {
+    wait_for_earlier();
     u64 i = (u64)blockIdx.x * 256 + threadIdx.x;
     if (i >= (u64)count * w) return;
     x[((u64)blockIdx.y * n + first) * w + i] -= centre[blockIdx.y * w + i % w];
@@ -72,6 +75,7 @@ KERNEL(256, 1, subtract, float* x, const float* centre, u32 n, u32 w, u32 first,
 
 // Sums the squares of runs of 2^16 values per head in f64: out `[b,runs]`.
 KERNEL(256, 1, square_sums, const float* x, double* out, u64 size) {
+    wait_for_earlier();
     const float* at = x + blockIdx.y * size;
     u64 start = (u64)blockIdx.x << 16;
     double sum = 0;
@@ -86,6 +90,7 @@ KERNEL(256, 1, square_sums, const float* x, double* out, u64 size) {
 // Finds the bits of each head's largest magnitude (the bits sort as the magnitudes do): out `[b]`, zeroed before. rows
 // `[b,stride,w]`; only the rows in the head's range count, or the first n rows if `ranges` is null.
 KERNEL(256, 1, largest, const float* rows, u32* out, OPTIONAL const u32* ranges, u32 n, u32 stride, u32 w) {
+    wait_for_earlier();
     u32 first = ranges ? ranges[2 * blockIdx.y] : 0, count = ranges ? ranges[2 * blockIdx.y + 1] : n;
     const float* at = rows + ((u64)blockIdx.y * stride + first) * w;
     u64 size = (u64)count * w;

@@ -41,6 +41,16 @@ constexpr u32 INFINITE = 0x7f800000u;
 // Most full-precision tokens of a 2-bit cache per KV head.
 constexpr u32 FULL = 64;
 
+// The first statement of every kernel. In a recorded step, the blocks of a kernel take their places on the multiprocessors
+// while the kernel before it still runs (programmatic dependent launch, from compute capability 9.0 on); here they wait
+// for its end, after which all that it wrote is there, and let the next kernel's blocks take their places in turn.
+DEVICE void wait_for_earlier() {
+#ifdef KVSMITH_OVERLAP
+    asm volatile("griddepcontrol.wait;" ::: "memory");
+    asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+#endif
+}
+
 DEVICE float minus_infinity() { return __uint_as_float(0xff800000u); }
 
 DEVICE u32 lane() { return threadIdx.x % 32; }

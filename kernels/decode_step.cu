@@ -8,6 +8,7 @@
 // as StaticSet::at and Budget::positions.
 KERNEL(256, 1, begin_step, u32* lens, u32* spans, u32* budgets, double fraction, u32 count, u32 tokens, u32 sinks,
        u32 window, u32 model_window, u32 b) {
+    wait_for_earlier();
     u32 s = blockIdx.x * 256 + threadIdx.x;
     if (s >= b) return;
     u32 end = lens[s] + tokens, start = model_window > 0 && end > model_window ? end - model_window : 0;
@@ -23,6 +24,7 @@ KERNEL(256, 1, begin_step, u32* lens, u32* spans, u32* budgets, double fraction,
 // with zeros from channel d on. lens `[b]` already counts these rows.
 KERNEL(256, 1, append_rows, const float* rows, void* cache, const u32* lens, u32 kind, u32 m, u32 d, u32 w,
        u32 capacity) {
+    wait_for_earlier();
     u32 at = blockIdx.z * gridDim.y + blockIdx.y, i = blockIdx.x * 256 + threadIdx.x;
     if (i >= m * w) return;
     u32 row = i / w, c = i % w, position = lens[blockIdx.z] - m + row;
@@ -35,6 +37,7 @@ KERNEL(256, 1, append_rows, const float* rows, void* cache, const u32* lens, u32
 
 // Pads queries `[b h,d]` to w channels.
 KERNEL(256, 1, pad_rows, const float* rows, float* out, u32 n, u32 d, u32 w) {
+    wait_for_earlier();
     u64 i = (u64)blockIdx.x * 256 + threadIdx.x;
     if (i < (u64)n * w) out[i] = i % w < d ? rows[i / w * d + i % w] : 0.0f;
 }
@@ -42,6 +45,7 @@ KERNEL(256, 1, pad_rows, const float* rows, float* out, u32 n, u32 d, u32 w) {
 // Lists the last candidates, those right before the window, as many as the budget allows: lists `[b,g,most]`, listed
 // `[b,g]`. blockIdx.y is the KV head, blockIdx.z the sequence.
 KERNEL(256, 1, list_recent, const u32* spans, const u32* budgets, u32* lists, u32* listed, u32 most) {
+    wait_for_earlier();
     u32 at = blockIdx.z * gridDim.y + blockIdx.y, i = blockIdx.x * 256 + threadIdx.x;
     const u32* span = spans + 4 * blockIdx.z;
     u32 end = span[2], count = smaller(smaller(budgets[blockIdx.z], end - span[0] - span[1]), most);

@@ -37,6 +37,7 @@ DEVICE void load_run(const float* distances, u32 run, u32 n, double (&values)[4]
 
 // Sums each run of 1024 distances: out `[b,runs]`.
 KERNEL(256, 1, distance_sums, const float* distances, double* out, u32 n) {
+    wait_for_earlier();
     double values[4];
     load_run(distances + (u64)blockIdx.y * n, blockIdx.x, n, values);
     Scan scan = block_scan(values);
@@ -89,6 +90,7 @@ DEVICE double nearest_fresh(const float* x, u32 w, u32 i, const u32* fresh, u32 
 // drawn; used `[b]`, the number of uniform numbers used.
 KERNEL(256, 1, draw, const float* x, const float* distances, double* runs, const double* uniforms,
        const u32* batch, u32* fresh, u32* ranges, u32* used, u32 n, u32 w, u32 n_runs, u32 n_uniforms, u32 most) {
+    wait_for_earlier();
     u32 head = blockIdx.y;
     x += (u64)head * n * w;
     distances += (u64)head * n;
@@ -138,6 +140,7 @@ KERNEL(256, 1, draw, const float* x, const float* distances, double* runs, const
 // Copies the drawn rows into each head's range of centroids: centroids `[b,size,w]`.
 KERNEL(256, 1, place_centroids, const float* x, const u32* fresh, const u32* ranges, float* centroids, u32 n,
        u32 w, u32 size, u32 most) {
+    wait_for_earlier();
     u32 head = blockIdx.y, first = ranges[2 * head], count = ranges[2 * head + 1];
     for (u64 i = (u64)blockIdx.x * 256 + threadIdx.x; i < (u64)count * w; i += (u64)gridDim.x * 256) {
         u32 row = fresh[(u64)head * most + i / w];

@@ -111,8 +111,10 @@ DEVICE void encode_keys(ENCODE_PARAMETERS) {
 }
 
 KERNEL(256, 2, encode_keys_16, ENCODE_PARAMETERS) {
+    wait_for_earlier();
     encode_keys<16>(keys, key_maps, means, arcs, turns, words, norms, lens, codes, stages, groups, dim, n, d, capacity);
 }
 KERNEL(256, 2, encode_keys_256, ENCODE_PARAMETERS) {
+    wait_for_earlier();
     encode_keys<256>(keys, key_maps, means, arcs, turns, words, norms, lens, codes, stages, groups, dim, n, d, capacity);
 }

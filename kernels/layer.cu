@@ -5,6 +5,7 @@
 
 // Looks up embeddings in a table `[vocab,width]` of type f32 (kind 0), f16 (1) or bf16 (2). Each block has a row.
 KERNEL(256, 1, embed_rows, const u32* ids, const void* table, float* out, u32 kind, u32 width) {
+    wait_for_earlier();
     u64 from = (u64)ids[blockIdx.x] * width, to = (u64)blockIdx.x * width;
     for (u32 i = threadIdx.x; i < width; i += 256) {
         float v;
@@ -20,6 +21,7 @@ KERNEL(256, 1, embed_rows, const u32* ids, const void* table, float* out, u32 ki
 
 // RMS norm: out = x / sqrt(mean(x^2) + eps) * weight, with the mean in f64. Each block has a row.
 KERNEL(256, 1, rms_rows, const float* x, const float* weight, float* out, u32 width, float eps) {
+    wait_for_earlier();
     SHARED(float, factor, 1);
     x += (u64)blockIdx.x * width, out += (u64)blockIdx.x * width;
     double squares = 0;
@@ -37,6 +39,7 @@ KERNEL(256, 1, rms_rows, const float* x, const float* weight, float* out, u32 wi
 KERNEL(256, 1, split_heads, const float* flat, OPTIONAL const float* q_norm, OPTIONAL const float* k_norm,
        const float* cosines, const float* sines, OPTIONAL const u32* lens, float* q_pre, float* q_rope, float* k_pre,
        float* k_rope, float* v, u32 rows, u32 m, u32 h, u32 g, u32 d, u32 first, u32 apart, float eps) {
+    wait_for_earlier();
     u64 vector = (u64)blockIdx.x * 8 + warp();
     u32 all = h + 2 * g;
     if (vector >= (u64)rows * all) return;
@@ -70,11 +73,13 @@ KERNEL(256, 1, split_heads, const float* flat, OPTIONAL const float* q_norm, OPT
 
 // Adds a bias `[width]` to every row.
 KERNEL(256, 1, add_biases, float* rows, const float* bias, u64 n, u32 width) {
+    wait_for_earlier();
     for (u64 i = (u64)blockIdx.x * 256 + threadIdx.x; i < n; i += (u64)gridDim.x * 256) rows[i] += bias[i % width];
 }
 
 // Computes out `[m,width]` = silu(gate) * up from rows `[m,2 width]`, in which the gate comes first.
 KERNEL(256, 1, silu_rows, const float* gate_up, float* out, u64 n, u32 width) {
+    wait_for_earlier();
     for (u64 i = (u64)blockIdx.x * 256 + threadIdx.x; i < n; i += (u64)gridDim.x * 256) {
         u64 at = i / width * 2 * width + i % width;
         float gate = gate_up[at];
@@ -84,6 +89,7 @@ KERNEL(256, 1, silu_rows, const float* gate_up, float* out, u64 n, u32 width) {
 
 // Cuts rows of w channels to their first d channels.
 KERNEL(256, 1, narrow_rows, const float* rows, float* out, u64 n, u32 w, u32 d) {
+    wait_for_earlier();
     for (u64 i = (u64)blockIdx.x * 256 + threadIdx.x; i < n; i += (u64)gridDim.x * 256) {
         out[i] = rows[i / d * w + i % d];
     }
@@ -93,6 +99,7 @@ KERNEL(256, 1, narrow_rows, const float* rows, float* out, u64 n, u32 w, u32 d) 
 // `[n,d + 1]` with their log-sum-exp last; out `[n,d]`, zeros if both sets are empty. Each warp has a row.
 KERNEL(256, 1, join_outputs, const float* ours, const float* ours_lse, const float* others, float* out, u32 n, u32 w,
        u32 d) {
+    wait_for_earlier();
     u32 row = blockIdx.x * 8 + warp();
     if (row >= n) return;
     float mine = ours_lse[row], theirs = others[(u64)row * (d + 1) + d], top = fmaxf(mine, theirs);
@@ -105,6 +112,7 @@ KERNEL(256, 1, join_outputs, const float* ours, const float* ours_lse, const flo
 
 // Records `stage` if a value is not finite; the largest stage stays.
 KERNEL(256, 1, note_not_finite, const float* x, u64 n, u32* noted, u32 stage) {
+    wait_for_earlier();
     bool bad = false;
     for (u64 i = (u64)blockIdx.x * 256 + threadIdx.x; i < n; i += (u64)gridDim.x * 256) bad = bad || !finite(x[i]);
     if (bad) atomicMax(noted, stage);
@@ -117,6 +125,7 @@ KERNEL(256, 1, note_not_finite, const float* x, u64 n, u32* noted, u32 stage) {
 // is not listed counts as half a row in sum[0].
 KERNEL(32, 1, tally_rows, const u32* spans, OPTIONAL const u32* listed, OPTIONAL const u32* ranked, double* sum,
        u32 b, u32 g) {
+    wait_for_earlier();
     double share = 0, exact = 0, rows = 0, unlisted = 0, full = 0;
     for (u32 i = lane(); i < b * g; i += 32) {
         const u32* span = spans + 4 * (i / g);

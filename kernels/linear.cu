@@ -112,16 +112,19 @@ UNROLL
 
 // k must be a multiple of 8.
 KERNEL_SHARED(256, 2, LINEAR_BYTES, linear_half, LINEAR_PARAMETERS(u16, u16)) {
+    wait_for_earlier();
     DYNAMIC_SHARED(u16, slabs);
     linear_tile<false>(slabs, x, weight, bias, out, m, n, k, accumulate);
 }
 KERNEL_SHARED(256, 2, LINEAR_BYTES, linear_bfloat, LINEAR_PARAMETERS(u16, u16)) {
+    wait_for_earlier();
     DYNAMIC_SHARED(u16, slabs);
     linear_tile<true>(slabs, x, weight, bias, out, m, n, k, accumulate);
 }
 
 // Rounds n numbers to f16 or bf16, to nearest even. Numbers beyond the range of f16 become infinite.
 KERNEL(256, 1, round_rows, const float* x, u16* out, u64 n, u32 bfloat) {
+    wait_for_earlier();
     u64 i = ((u64)blockIdx.x * 256 + threadIdx.x) * 2;
     if (i + 1 < n) {
         float2 v = *(const float2*)(x + i);
@@ -194,12 +197,15 @@ UNROLL
 }
 
 KERNEL(256, 2, linear_float_float, LINEAR_PARAMETERS(float, float)) {
+    wait_for_earlier();
     linear_float_tile<FloatWeight>(x, weight, bias, out, m, n, k, accumulate);
 }
 KERNEL(256, 2, linear_float_half, LINEAR_PARAMETERS(float, u16)) {
+    wait_for_earlier();
     linear_float_tile<HalfWeight<false>>(x, weight, bias, out, m, n, k, accumulate);
 }
 KERNEL(256, 2, linear_float_bfloat, LINEAR_PARAMETERS(float, u16)) {
+    wait_for_earlier();
     linear_float_tile<HalfWeight<true>>(x, weight, bias, out, m, n, k, accumulate);
 }
 
@@ -325,6 +331,6 @@ UNROLL
     }
 
 // m <= 16; split must be 1, 2, 4 or 8.
-KERNEL(256, 2, linear_few_float, LINEAR_PARAMETERS(float, float), u32 split) { LINEAR_FEW(FloatWeight, 4, 2) }
-KERNEL(256, 2, linear_few_half, LINEAR_PARAMETERS(float, u16), u32 split) { LINEAR_FEW(HalfWeight<false>, 8, 4) }
-KERNEL(256, 2, linear_few_bfloat, LINEAR_PARAMETERS(float, u16), u32 split) { LINEAR_FEW(HalfWeight<true>, 8, 4) }
+KERNEL(256, 2, linear_few_float, LINEAR_PARAMETERS(float, float), u32 split) { wait_for_earlier(); LINEAR_FEW(FloatWeight, 4, 2) }
+KERNEL(256, 2, linear_few_half, LINEAR_PARAMETERS(float, u16), u32 split) { wait_for_earlier(); LINEAR_FEW(HalfWeight<false>, 8, 4) }
+KERNEL(256, 2, linear_few_bfloat, LINEAR_PARAMETERS(float, u16), u32 split) { wait_for_earlier(); LINEAR_FEW(HalfWeight<true>, 8, 4) }

@@ -27,6 +27,7 @@ DEVICE float score(const float* x, const float* c, float bias, u32 w) {
 
 // Computes -||c||²/2 of the centroids in range, one per warp: biases `[b,size]`.
 KERNEL(256, 1, centroid_biases, const float* centroids, const u32* ranges, float* biases, u32 w, u32 size) {
+    wait_for_earlier();
     u32 first = ranges[2 * blockIdx.y], count = ranges[2 * blockIdx.y + 1], i = blockIdx.x * 8 + warp();
     if (i >= count) return;
     u64 at = (u64)blockIdx.y * size + first + i;
@@ -44,6 +45,7 @@ KERNEL(256, 1, centroid_biases, const float* centroids, const u32* ranges, float
 KERNEL(256, 2, nearest_listed, const float* x, const float* centroids, const float* biases, const u32* ranges,
        OPTIONAL const u32* list, OPTIONAL const u32* listed, OPTIONAL float* scores, const u32* codes, u32* next,
        u32 n, u32 w, u32 size) {
+    wait_for_earlier();
     SHARED(float, left, 16 * 132);
     SHARED(float, right, 16 * 132);
     u32 head = blockIdx.y, first = ranges[2 * head], count = ranges[2 * head + 1];
@@ -142,6 +144,7 @@ UNROLL
 KERNEL(256, 1, settle, const float* x, const float* centroids, const float* biases, const u32* ranges,
        const u64* candidates, OPTIONAL float* scores, const u32* codes, u32* next, u32* list, u32* listed, u32 n,
        u32 w, u32 size) {
+    wait_for_earlier();
     u32 row = blockIdx.x * 256 + threadIdx.x, head = blockIdx.y, first = ranges[2 * head];
     if (row >= n) return;
     u64 at = (u64)head * n + row, of = candidates[at];
@@ -179,6 +182,7 @@ KERNEL(256, 1, settle, const float* x, const float* centroids, const float* bias
 // Assigns all rows to centroid 0: codes and scores.
 KERNEL(256, 1, start_rows, const float* x, const float* centroids, const float* biases, u32* codes, float* scores,
        u32 n, u32 w, u32 size) {
+    wait_for_earlier();
     u32 row = blockIdx.x * 256 + threadIdx.x;
     if (row >= n) return;
     u64 at = (u64)blockIdx.y * n + row, c = (u64)blockIdx.y * size;
@@ -190,6 +194,7 @@ KERNEL(256, 1, start_rows, const float* x, const float* centroids, const float* 
 // warp has a row. changed `[b]` becomes 1 if a code of the head changed.
 KERNEL(256, 1, take_over, const float* x, const float* centroids, const u32* next, u32* codes, float* distances,
        u32* changed, u32 n, u32 w, u32 size, u32 all) {
+    wait_for_earlier();
     u32 row = blockIdx.x * 8 + warp();
     if (row >= n) return;
     u64 at = (u64)blockIdx.y * n + row;

@@ -79,6 +79,7 @@ UNROLL
 // Scales and rounds rows, one per warp: halves `[b,n,w]`; norms `[b,n,2]`, the norms of the scaled row and of its
 // rounding error.
 KERNEL(256, 1, halve_rows, const float* x, const u32* largest, u16* halves, float* norms, u32 n, u32 w) {
+    wait_for_earlier();
     u32 row = blockIdx.x * 8 + warp();
     if (row >= n) return;
     u64 at = (u64)blockIdx.y * n + row;
@@ -103,6 +104,7 @@ KERNEL(256, 1, halve_rows, const float* x, const u32* largest, u16* halves, floa
 // this file.
 KERNEL(256, 1, halve_centroids, const float* centroids, const u32* ranges, const u32* largest,
        const u32* largest_centroid, u16* halves, float* biases, u32* bounds, u32 w, u32 size, u32 capacity) {
+    wait_for_earlier();
     u32 head = blockIdx.y, first = ranges[2 * head], count = ranges[2 * head + 1];
     u32 i = blockIdx.x * 8 + warp();
     if (i >= (count + TILE - 1) / TILE * TILE) return;
@@ -287,6 +289,7 @@ DEVICE float bound_of(const float* norms, float most, float lost, float largest_
 KERNEL_SHARED(256, 2, SEARCH_BYTES(4), nearest_fast, const u16* rows, const float* norms, const u16* centroids,
        const float* biases, const u32* bounds, const u32* ranges, const u32* largest, const u32* largest_centroid,
        OPTIONAL const float* scores, u64* candidates, u32 n, u32 w, u32 capacity) {
+    wait_for_earlier();
     DYNAMIC_SHARED(u16, shared);
     u32 head = blockIdx.y, count = ranges[2 * head + 1], start = blockIdx.x * TILE;
     FoundOfRows found = search(shared, rows + (u64)head * n * w, centroids + (u64)head * capacity * w,

@@ -14,6 +14,7 @@ constexpr float LEAST_STEP = 1e-8f;
 // 4.
 KERNEL(256, 1, pack_rows, const float* rows, OPTIONAL const float* centre, OPTIONAL const float* alpha,
        const u32* lens, u8* bits, u32* params, u32 is_signed, u32 m, u32 d, u32 w, u32 capacity) {
+    wait_for_earlier();
     u32 at = blockIdx.z * gridDim.y + blockIdx.y, groups = (d + QUANT_GROUP - 1) / QUANT_GROUP;
     u32 i = blockIdx.x * 8 + warp(), row = i / groups, c = i % groups * QUANT_GROUP + lane();
     if (row >= m) return;

@@ -248,35 +248,45 @@ UNROLL
     prefill<BF, D, KEYS>(shared, queries, keys, values, out, scale, m, d, r, capacity, head_at, first, window)
 
 KERNEL_SHARED(128, 2, PREFILL_BYTES(64, 64), prefill_half_64, PREFILL_PARAMETERS(u16)) {
+    wait_for_earlier();
     PREFILL(false, 64, 64);
 }
 KERNEL_SHARED(128, 2, PREFILL_BYTES(80, 64), prefill_half_80, PREFILL_PARAMETERS(u16)) {
+    wait_for_earlier();
     PREFILL(false, 80, 64);
 }
 KERNEL_SHARED(128, 2, PREFILL_BYTES(96, 64), prefill_half_96, PREFILL_PARAMETERS(u16)) {
+    wait_for_earlier();
     PREFILL(false, 96, 64);
 }
 KERNEL_SHARED(128, 2, PREFILL_BYTES(128, 64), prefill_half_128, PREFILL_PARAMETERS(u16)) {
+    wait_for_earlier();
     PREFILL(false, 128, 64);
 }
 KERNEL_SHARED(128, 2, PREFILL_BYTES(64, 64), prefill_bfloat_64, PREFILL_PARAMETERS(u16)) {
+    wait_for_earlier();
     PREFILL(true, 64, 64);
 }
 KERNEL_SHARED(128, 2, PREFILL_BYTES(80, 64), prefill_bfloat_80, PREFILL_PARAMETERS(u16)) {
+    wait_for_earlier();
     PREFILL(true, 80, 64);
 }
 KERNEL_SHARED(128, 2, PREFILL_BYTES(96, 64), prefill_bfloat_96, PREFILL_PARAMETERS(u16)) {
+    wait_for_earlier();
     PREFILL(true, 96, 64);
 }
 KERNEL_SHARED(128, 2, PREFILL_BYTES(128, 64), prefill_bfloat_128, PREFILL_PARAMETERS(u16)) {
+    wait_for_earlier();
     PREFILL(true, 128, 64);
 }
 
 // For GPUs that give a block less shared memory than two tiles of 64 rows of 128 channels need: tiles of 32 rows.
 KERNEL_SHARED(128, 2, PREFILL_BYTES(128, 32), prefill_narrow_half_128, PREFILL_PARAMETERS(u16)) {
+    wait_for_earlier();
     PREFILL(false, 128, 32);
 }
 KERNEL_SHARED(128, 2, PREFILL_BYTES(128, 32), prefill_narrow_bfloat_128, PREFILL_PARAMETERS(u16)) {
+    wait_for_earlier();
     PREFILL(true, 128, 32);
 }
 
@@ -345,6 +355,7 @@ UNROLL
 // values `[64,w + 4]`, weights `[64,68]`. w <= 128 is a multiple of 16, so rows are an odd number of 16-byte pieces
 // apart.
 KERNEL_SHARED(256, 2, (2 * 64 * (128 + 4) + 64 * 68) * 4, prefill_float, PREFILL_PARAMETERS(float), u32 w) {
+    wait_for_earlier();
     DYNAMIC_SHARED(float, q);
     Sight<PREFILL_SIDE> sight(PREFILL_SIDE, m, first, window);
     u32 a = threadIdx.x / 16, b = threadIdx.x % 16;

@@ -12,6 +12,7 @@ constexpr double PSEUDO_COUNT = 32;
 // Subtracts a centre `[heads,d]` unless it is null.
 KERNEL(256, 1, widen_rows, const void* rows, OPTIONAL const float* centre, float* x, u32 kind, u32 stride, u32 pitch,
        u32 n, u32 d, u32 w) {
+    wait_for_earlier();
     u64 i = (u64)blockIdx.x * 256 + threadIdx.x, row = i / w, at = blockIdx.y;
     u32 c = (u32)(i % w);
     if (row >= n) return;
@@ -28,6 +29,7 @@ KERNEL(256, 1, widen_rows, const void* rows, OPTIONAL const float* centre, float
 
 // Copies statistics `[heads,w]` to `[heads,d]`; zeros become `instead`.
 KERNEL(256, 1, store_channels, const float* from, float* to, float instead, u32 d, u32 w) {
+    wait_for_earlier();
     u32 c = threadIdx.x;
     if (c >= d) return;
     float v = from[blockIdx.y * w + c];
@@ -39,6 +41,7 @@ KERNEL(256, 1, store_channels, const float* from, float* to, float instead, u32 
 // sequence. Four lanes share a position; a block covers SCAN positions.
 KERNEL(256, 1, query_keys, const float* queries, const float* x, const u32* spans, u32* keys, u32* histograms, u32 r,
        u32 m, u32 n, u32 d, u32 w, u32 capacity) {
+    wait_for_earlier();
     SHARED(float, query, 128);
     SHARED(u32, own, BINS);
     u32 at = blockIdx.y;
@@ -77,6 +80,7 @@ DEVICE u32 left_out(const u32* full_count, u32 n) {
 
 // Zeroes the rows of full `[heads,FULL]` that the statistics leave out. Each block has a row.
 KERNEL(128, 1, clear_rows, float* x, const u32* full, const u32* full_count, u32 n, u32 w) {
+    wait_for_earlier();
     if (blockIdx.x >= left_out(full_count, n) || threadIdx.x >= w) return;
     x[((u64)blockIdx.y * n + full[blockIdx.y * FULL + blockIdx.x]) * w + threadIdx.x] = 0;
 }
@@ -87,6 +91,7 @@ KERNEL(128, 1, clear_rows, float* x, const u32* full, const u32* full_count, u32
 // channels.
 KERNEL(256, 1, sign_centroids, const u64* sums, const u32* counts, const u32* largest, const u32* full_count,
        OPTIONAL const float* prior, float* centroids, u32 n, u32 d) {
+    wait_for_earlier();
     u32 i = blockIdx.x * 256 + threadIdx.x, e = i % 4, cell = i / 4, p = cell % 16, zeros = left_out(full_count, n);
     if (i >= d * 16) return;
     u64 first = (u64)blockIdx.y * d * 16;
@@ -113,6 +118,7 @@ KERNEL(256, 1, sign_centroids, const u64* sums, const u32* counts, const u32* la
 // from keys, and is null for values. Each block has a row.
 KERNEL(128, 1, keep_full, const float* x, OPTIONAL const float* centre, const u32* full, const u32* full_count,
        u16* out, u32 n, u32 d, u32 w) {
+    wait_for_earlier();
     u32 at = blockIdx.y, i = blockIdx.x, c = threadIdx.x;
     if (i >= full_count[at] || c >= d) return;
     float v = x[((u64)at * n + full[at * FULL + i]) * w + c];

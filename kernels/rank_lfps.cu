@@ -9,6 +9,7 @@
 // Lists the candidates of a query head in ascending order: entries `[b,h,capacity]`, with the score in the high half
 // and the position in the low half; listed `[b,h]`. counts and blocks as in lfps_marks.
 KERNEL(256, 1, lfps_entries, const u32* scores, const u32* counts, u64* entries, u32* listed, u32 capacity) {
+    wait_for_earlier();
     SHARED(u32, earlier, 1);
     u32 head = blockIdx.z * gridDim.y + blockIdx.y, p = blockIdx.x * SCORED + threadIdx.x, sum = 0;
     counts += (u64)head * gridDim.x;
@@ -28,6 +29,7 @@ KERNEL(256, 1, lfps_entries, const u32* scores, const u32* counts, u64* entries,
 // a stable radix sort, 4 bits at a time from the lowest; `other` is as large as the entries. Then joins
 // `[b,g,capacity]` gets, for every position, its best rank in any query head of the group.
 KERNEL(512, 1, lfps_sort, u64* entries, u64* other, const u32* listed, u32* joins, u32 r, u32 capacity) {
+    wait_for_earlier();
     SHARED(u32, bins, 16 * SORTERS);  // `[16,SORTERS]`
     SHARED(u32, warps, SORTERS / 32);
     u32 head = blockIdx.z * gridDim.y + blockIdx.y, n = listed[head], t = threadIdx.x;
@@ -76,6 +78,7 @@ UNROLL
 // `[b,g,CHOICE]`.
 KERNEL(256, 1, lfps_limit, const u64* entries, const u32* listed, const u32* joins, const u32* scores,
        const u32* budgets, u32* choice, u32 r, u32 capacity) {
+    wait_for_earlier();
     SHARED(u32, found, 2);
     u32 at = blockIdx.z * gridDim.y + blockIdx.y, budget = budgets[blockIdx.z], longest = 0, total = 0;
     entries += (u64)at * r * capacity, listed += at * r, scores += (u64)at * r * capacity;
@@ -142,6 +145,7 @@ DEVICE u64 chosen_marks(const u32* joins, const u32* choice, const u32* span, bo
 // Counts the marks of each block; see count_block.
 KERNEL(256, 1, lfps_count, const u32* joins, const u32* choice, const u32* spans, const u32* budgets, u32* totals,
        u32 capacity) {
+    wait_for_earlier();
     u32 at = blockIdx.z * gridDim.y + blockIdx.y, from = blockIdx.x * SCAN + threadIdx.x * 8;
     const u32* span = spans + 4 * blockIdx.z;
     bool exact = is_exact(span, budgets[blockIdx.z]);
@@ -151,6 +155,7 @@ KERNEL(256, 1, lfps_count, const u32* joins, const u32* choice, const u32* spans
 // Lists the chosen positions; see list_block.
 KERNEL(256, 1, lfps_list, const u32* joins, const u32* choice, const u32* spans, const u32* budgets,
        const u32* totals, u32* lists, u32* listed, u32 capacity, u32 most) {
+    wait_for_earlier();
     SHARED(u32, none, 1);
     u32 at = blockIdx.z * gridDim.y + blockIdx.y, from = blockIdx.x * SCAN + threadIdx.x * 8;
     const u32* span = spans + 4 * blockIdx.z;

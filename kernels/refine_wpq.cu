@@ -33,6 +33,10 @@ UNROLL
     for (u32 i = 0; i < 8; i++) {
         u32 j = start + i * 256 + threadIdx.x;
         item[i] = j < n ? items[(u64)at * room + j] : 0;
+    }
+UNROLL
+    for (u32 i = 0; i < 8; i++) {
+        u32 j = start + i * 256 + threadIdx.x;
         u64 p = (u64)at * capacity + item[i];
         code[i] = j < n ? load_code(codes, p, width) | load_code(codes, second + p, width) << 32 : 0;
     }
@@ -40,15 +44,14 @@ UNROLL
         load_tables<Tables>(table, tables, first / QUAD, quads, all, all);
         const float4* path = path_of(paths, first, r, capacity);
         float held[8][QUAD], gone[QUAD] = {}, top, sum;
+        begin_scores(held, line + first * LINE, path, item);
 UNROLL
         for (u32 i = 0; i < 8; i++) {
             u32 j = start + i * 256 + threadIdx.x;
-UNROLL
-            for (u32 e = 0; e < QUAD; e++) held[i][e] = j < n ? line[(first + e) * LINE] : minus_infinity();
-            if (j < n) add_path(held[i], path, item[i]);
             add_stage<Tables>(held[i], table, code[i] & 0xffffffffu, groups, line + first * LINE, 0);
 UNROLL
             for (u32 e = 0; e < QUAD; e++) {
+                if (j >= n) held[i][e] = minus_infinity();
                 u32 a = first + e;
                 if (a < r) gone[e] += exp2f(held[i][e] - totals[((u64)at * r + a) * 2]);
             }
@@ -75,13 +78,14 @@ UNROLL
 
 #define REFINE_ARGUMENTS                                                                                        \
     codes, tables, lines, paths, totals, items, listed, scores, parts, groups, width, r, room, capacity
-KERNEL(256, 2, refined_parts_16, REFINE_PARAMETERS) { refine<RoundedTables>(REFINE_ARGUMENTS); }
-KERNEL(256, 2, refined_parts_256, REFINE_PARAMETERS) { refine<ExactTables>(REFINE_ARGUMENTS); }
+KERNEL(256, 2, refined_parts_16, REFINE_PARAMETERS) { wait_for_earlier(); refine<RoundedTables>(REFINE_ARGUMENTS); }
+KERNEL(256, 2, refined_parts_256, REFINE_PARAMETERS) { wait_for_earlier(); refine<ExactTables>(REFINE_ARGUMENTS); }
 
 // Computes the sort keys of the refined keys, keys `[b,g,room]`, from the sum of their probabilities over the query
 // heads, and the first histogram.
 KERNEL(256, 2, refined_keys, const float* scores, const float* totals, const float* parts, const u32* item_spans,
        u32* keys, u32* histograms, u32 r, u32 room) {
+    wait_for_earlier();
     SHARED(float, tops, 16);
     SHARED(float, inverses, 16);
     SHARED(u32, own, BINS);

@@ -27,6 +27,7 @@ DEVICE void largest_of_block(float& value, u32& place) {
 // Finds the largest number of each block's share of rows `[rows,width]` and its index, the lowest index on ties: tops
 // and places `[rows,blocks]`. blockIdx.y is the row; the blocks along x take the numbers in turns.
 KERNEL(256, 2, largest_of_parts, const float* x, float* tops, u32* places, u32 width) {
+    wait_for_earlier();
     x += (u64)blockIdx.y * width;
     float best = minus_infinity();
     u32 place = 0xffffffffu;
@@ -40,6 +41,7 @@ KERNEL(256, 2, largest_of_parts, const float* x, float* tops, u32* places, u32 w
 
 // Merges the results of at most 256 blocks of `largest_of_parts`: out `[rows]`. Each block has a row.
 KERNEL(256, 2, largest_of_rows, const float* tops, const u32* places, u32* out, u32 parts) {
+    wait_for_earlier();
     u32 at = blockIdx.x * parts + threadIdx.x;
     float best = threadIdx.x < parts ? tops[at] : minus_infinity();
     u32 place = threadIdx.x < parts ? places[at] : 0xffffffffu;
@@ -82,6 +84,7 @@ DEVICE u64 draw_weight(float v, double top, double temperature) {
 // Sums the mass of each block's share of logits `[rows,width]` by the first 11 bits of the sort keys: parts
 // `[rows,blocks,2048]`. ids holds the greedy choices. blockIdx.y is the row.
 KERNEL(256, 2, draw_masses, const float* x, const u32* ids, u64* parts, u32 width, double temperature) {
+    wait_for_earlier();
     SHARED(u32, low, DRAW_BINS);
     SHARED(u32, high, DRAW_BINS);
     Masses bins = {low, high};
@@ -162,6 +165,7 @@ DEVICE u64 draw_share(double share, u64 mass) {
 // `draw_masses`. ids holds the greedy choices and receives the drawn ids. Each block has a row.
 KERNEL(1024, 1, draw_of_rows, const float* x, const double* uniforms, const u64* masses, u32* ids, u32 width,
        u32 parts, double temperature, double top_p) {
+    wait_for_earlier();
     SHARED(u32, first_low, DRAW_BINS);
     SHARED(u32, first_high, DRAW_BINS);
     SHARED(u32, low, DRAW_BINS);

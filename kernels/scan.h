@@ -27,7 +27,12 @@ DEVICE T typed_sum_before(T v) {
     if (lane() == 31) warps[warp()] = sum;
     __syncthreads();
     T before = sum - v;
-    for (u32 i = 0; i < warp(); i++) before += warps[i];
+    if (THREADS <= 256) {
+        for (u32 i = 0; i < warp(); i++) before += warps[i];
+    } else {
+        // Each warp sums what the warps before it hold.
+        before += warp_sum(lane() < warp() ? warps[lane()] : (T)0);
+    }
     __syncthreads();
     return before;
 }

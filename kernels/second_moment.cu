@@ -3,6 +3,7 @@
 #include "common.h"
 
 KERNEL(256, 2, second_moment, const float* q_rope, double* runs, u32 m, u32 d, u32 run_rows) {
+    wait_for_earlier();
     SHARED(float, left, 16 * 64);
     SHARED(float, right, 16 * 64);
     u32 tiles = (d + 63) / 64;
@@ -54,6 +55,7 @@ UNROLL
 
 // sums[i] = runs[0][i] + runs[1][i] + ...
 KERNEL(256, 1, add_runs, const double* runs, double* sums, u64 size, u32 count) {
+    wait_for_earlier();
     u64 i = (u64)blockIdx.x * 256 + threadIdx.x;
     if (i >= size) return;
     double sum = 0;

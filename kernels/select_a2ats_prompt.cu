@@ -16,6 +16,7 @@ constexpr u32 CHAIN = 32;
 // Computes z of one key per head: keys `[b,g,d]`, factors L `[g,d,d]`, means `[g,d]`; out `[b,g,d]`, d <= 128. Each
 // block has 64 channels, each thread a partial sum.
 KERNEL(256, 1, whiten_last, const float* keys, const float* factors, const float* means, float* out, u32 d) {
+    wait_for_earlier();
     SHARED(float, chains, 4 * 64);
     u32 at = blockIdx.z * gridDim.y + blockIdx.y, chain = threadIdx.x / 64, i = blockIdx.x * 64 + threadIdx.x % 64;
     factors += (u64)blockIdx.y * d * d;
@@ -35,6 +36,7 @@ KERNEL(256, 1, whiten_last, const float* keys, const float* factors, const float
 // channels, a thread 4 x 4 of them. blockIdx.z is the tile of channels plus ceil(w / 64) times the sequence.
 KERNEL(256, 2, whiten_keys, const float* keys, const float* factors, const float* means, float* out, u32 first, u32 n,
        u32 m, u32 d, u32 w) {
+    wait_for_earlier();
     SHARED(float, rows, 16 * 68);
     SHARED(float, columns, 16 * 64);
     u32 across = (w + 63) / 64, at = blockIdx.z / across * gridDim.y + blockIdx.y;
@@ -86,6 +88,7 @@ UNROLL
 KERNEL_SHARED(256, 2, SEARCH_BYTES(2), nearest_codewords, const u16* rows, const float* norms, const u32* largest,
        const u16* codebook, const float* biases, const float* bounds, u64* candidates, u32 n, u32 w, u32 size,
        u32 padded) {
+    wait_for_earlier();
     DYNAMIC_SHARED(u16, shared);
     u32 at = blockIdx.z * gridDim.y + blockIdx.y, start = blockIdx.x * TILE;
     float scale = half_scale(largest[at]);
@@ -126,6 +129,7 @@ UNROLL
 KERNEL(256, 1, settle_codes, const float* z, const u16* codebook, const float* norms, const u64* candidates,
        const u32* lens, u16* codes, u32* list, u32* listed, u32 first, u32 n, u32 m, u32 size, u32 d, u32 w,
        u32 capacity) {
+    wait_for_earlier();
     u32 at = blockIdx.z * gridDim.y + blockIdx.y, row = blockIdx.x * 256 + threadIdx.x;
     if (row >= n) return;
     u64 of = candidates[(u64)at * n + row];
@@ -153,6 +157,7 @@ KERNEL(256, 1, settle_codes, const float* z, const u16* codebook, const float* n
 KERNEL(256, 2, encode_listed, const float* z, const u16* codebook, const float* norms, const u32* list,
        const u32* listed, const u32* lens, u16* codes, u32 first, u32 n, u32 m, u32 size, u32 d, u32 w,
        u32 capacity) {
+    wait_for_earlier();
     SHARED(float, rows, 8 * 128);
     SHARED(u64, best, 8 * 8);
     u32 at = blockIdx.z * gridDim.y + blockIdx.y, total = listed[at], start = blockIdx.x * 8;

@@ -30,6 +30,7 @@ DEVICE void unit_rows(const float* rows, u64 stride, float* unit, u32 r, u32 d) 
 // keys, the oldest centroid first.
 KERNEL_SHARED(256, 2, QUERY_BYTES, recall_centroids, const float* queries, const u32* ring, const u16* centroids,
        u32* cosines, u32 r, u32 d, u32 slots) {
+    wait_for_earlier();
     DYNAMIC_SHARED(float, unit);  // `[r,d]`
     u32 at = blockIdx.z * gridDim.y + blockIdx.y, start = blockIdx.x * RECALLED;
     u32 oldest = ring[4 * blockIdx.z], count = ring[4 * blockIdx.z + 1];
@@ -51,6 +52,7 @@ KERNEL_SHARED(256, 2, QUERY_BYTES, recall_centroids, const float* queries, const
 // Lists the slots of the `probes` best centroids: recalled `[b,g,probes]`. The older centroid wins a tie. Each thread
 // has a centroid.
 KERNEL(256, 2, rank_centroids, const u32* ring, const u32* cosines, u32* recalled, u32 probes, u32 slots) {
+    wait_for_earlier();
     SHARED(u32, tile, 256);
     u32 at = blockIdx.z * gridDim.y + blockIdx.y, i = blockIdx.x * 256 + threadIdx.x;
     u32 oldest = ring[4 * blockIdx.z], count = ring[4 * blockIdx.z + 1];
@@ -73,6 +75,7 @@ KERNEL(256, 2, rank_centroids, const u32* ring, const u32* cosines, u32* recalle
 // LIST_PIECE entries of each list. Threads that mark the same position write the same value.
 KERNEL(256, 2, mark_union, const u32* ring, const u32* recalled, const u32* lists, const u32* lens, const u32* spans,
        const u32* budgets, u8* marks, u32 probes, u32 slots, u32 longest, u32 capacity) {
+    wait_for_earlier();
     u32 at = blockIdx.z * gridDim.y + blockIdx.y, from = blockIdx.x * LIST_PIECE;
     const u32 *span = spans + 4 * blockIdx.z, *state = ring + 4 * blockIdx.z;
     u32 start = span[0] + span[1], end = span[2];
@@ -96,6 +99,7 @@ KERNEL(256, 2, mark_union, const u32* ring, const u32* recalled, const u32* list
 
 // Counts the marks of each block; see count_block.
 KERNEL(256, 2, count_union, const u8* marks, u32* totals, u32 capacity) {
+    wait_for_earlier();
     u32 at = blockIdx.z * gridDim.y + blockIdx.y, from = blockIdx.x * SCAN + threadIdx.x * 8;
     count_block(from < capacity ? *(const u64*)(marks + (u64)at * capacity + from) : 0, totals);
 }
@@ -106,6 +110,7 @@ KERNEL(256, 2, count_union, const u8* marks, u32* totals, u32 capacity) {
 // the number of keys that are ranked, 0 if all candidates are taken.
 KERNEL(256, 2, list_union, u8* marks, const u32* totals, const u32* spans, const u32* budgets, const u32* limits,
        u32* items, u32* counts, u32* item_spans, u32* wants, u32* ranked, u32 room, u32 capacity) {
+    wait_for_earlier();
     u32 at = blockIdx.z * gridDim.y + blockIdx.y, from = blockIdx.x * SCAN + threadIdx.x * 8, none = 0;
     u64 mine = 0;
     if (from < capacity) {
@@ -127,6 +132,7 @@ KERNEL(256, 2, list_union, u8* marks, const u32* totals, const u32* spans, const
 // Replaces the indices in lists `[b,g,most]`, of which there are listed `[b,g]`, by the items `[b,g,room]` with these
 // indices. Clears all histograms of best.cu except the first.
 KERNEL(256, 2, name_items, const u32* items, u32* lists, const u32* listed, u32* histograms, u32 room, u32 most) {
+    wait_for_earlier();
     u32 at = blockIdx.z * gridDim.y + blockIdx.y, i = blockIdx.x * 256 + threadIdx.x;
     if (i < listed[at]) lists[(u64)at * most + i] = items[(u64)at * room + lists[(u64)at * most + i]];
     if (blockIdx.x > 0) return;
@@ -138,6 +144,7 @@ KERNEL(256, 2, name_items, const u32* items, u32* lists, const u32* listed, u32*
 KERNEL_SHARED(256, 2, QUERY_BYTES, push_centroid, const float* queries, const u32* ring, const u32* items,
        const u32* chosen, const u32* chosen_count, u16* centroids, u32* lists, u32* lens, u32 update, u32 r, u32 d,
        u32 slots, u32 longest, u32 room) {
+    wait_for_earlier();
     DYNAMIC_SHARED(float, unit);  // `[r,d]`
     u32 at = blockIdx.z * gridDim.y + blockIdx.y, from = blockIdx.x * LIST_PIECE, n = chosen_count[at];
     const u32* state = ring + 4 * blockIdx.z;
@@ -156,6 +163,7 @@ KERNEL_SHARED(256, 2, QUERY_BYTES, push_centroid, const float* queries, const u3
 // Counts the step. If the step made a centroid, counts the centroid or, at the limit, drops the oldest one. With
 // `update` 0, no step makes a centroid.
 KERNEL(256, 1, advance_ring, u32* ring, const u32* spans, const u32* limits, u32 update, u32 slots, u32 b) {
+    wait_for_earlier();
     u32 s = blockIdx.x * 256 + threadIdx.x;
     if (s >= b) return;
     u32* state = ring + 4 * s;
@@ -170,6 +178,7 @@ KERNEL(256, 1, advance_ring, u32* ring, const u32* spans, const u32* limits, u32
 // centroids in the slots from `slot` on. blockIdx.x is the row.
 KERNEL_SHARED(256, 2, QUERY_BYTES, take_queries, const float* queries, const u32* at, float* out, u16* centroids,
        u32 slot, u32 m, u32 r, u32 d, u32 slots) {
+    wait_for_earlier();
     DYNAMIC_SHARED(float, unit);  // `[r,d]`
     const float* from = queries + ((u64)blockIdx.y * r * m + at[blockIdx.x]) * d;
     unit_rows(from, (u64)m * d, unit, r, d);
@@ -185,6 +194,7 @@ KERNEL_SHARED(256, 2, QUERY_BYTES, take_queries, const float* queries, const u32
 // Stores the lists of these centroids: chosen `[rows,g,longest]`, chosen_count `[rows,g]`. blockIdx.z is the row.
 KERNEL(256, 2, keep_lists, const u32* chosen, const u32* chosen_count, u32* lists, u32* lens, u32 slot, u32 slots,
        u32 longest) {
+    wait_for_earlier();
     u32 at = blockIdx.z * gridDim.y + blockIdx.y, from = blockIdx.x * LIST_PIECE, n = chosen_count[at];
     u64 to = (u64)blockIdx.y * slots + (slot + blockIdx.z) % slots;
     for (u32 i = from + threadIdx.x; i < smaller(n, from + LIST_PIECE); i += 256) {

@@ -20,6 +20,7 @@
 KERNEL(256, 1, lfps_begin, const float* queries, const void* keys, const void* values, const u32* spans,
        const u32* budgets, const double* constants, double* sums, u32* bypassed, float* rest, u32* counters,
        double scale, double theta, u32 kind, u32 r, u32 d, u32 w, u32 capacity, u32 sinks, u32 model_window) {
+    wait_for_earlier();
     SHARED(u32, counts, 2);
     u32 at = blockIdx.z * gridDim.y + blockIdx.y;
     const u32* span = spans + 4 * blockIdx.z;
@@ -116,6 +117,7 @@ DEVICE Population population_of(const u32* span, u32 sinks, u32 all) {
 // Sums both tables over a block's part of the population: parts `[b,h,blocks,2]`.
 KERNEL(256, 1, lfps_sums, const float* tables, const double* factors, const u32* spans, double* parts, u32 capacity,
        u32 sinks, u32 all) {
+    wait_for_earlier();
     u32 head = blockIdx.z * gridDim.y + blockIdx.y;
     const u32* span = spans + 4 * blockIdx.z;
     Population population = population_of(span, sinks, all);
@@ -135,6 +137,7 @@ KERNEL(256, 1, lfps_sums, const float* tables, const double* factors, const u32*
 // `[b,h,blocks,4]`.
 KERNEL(256, 1, lfps_moments, const float* tables, const double* factors, const u32* spans, const double* parts,
        double* moments, u32 capacity, u32 sinks, u32 all) {
+    wait_for_earlier();
     u32 head = blockIdx.z * gridDim.y + blockIdx.y;
     const u32* span = spans + 4 * blockIdx.z;
     Population population = population_of(span, sinks, all);
@@ -167,6 +170,7 @@ DEVICE double kurtosis(double m2, double m4) {
 // means of the tables. With `balanced`, the table with the larger kurtosis gets the lower threshold.
 KERNEL(256, 1, lfps_thresholds, const double* constants, const u32* spans, const double* parts, const double* moments,
        double* thresholds, u32 blocks, u32 balanced, u32 sinks, u32 all) {
+    wait_for_earlier();
     u32 head = blockIdx.z * gridDim.y + blockIdx.y;
     const u32* span = spans + 4 * blockIdx.z;
     double n = population_of(span, sinks, all).size(), means[2], powers[4];
@@ -195,6 +199,7 @@ KERNEL_SHARED(256, 1, QUERY_BYTES, lfps_marks, const float* queries, const void*
        const u32* budgets, const float* tables, const double* factors, const double* thresholds, const u32* bypassed,
        u32* scores, u32* joins, u32* counts, u32* counters, float scale, u32 kind, u32 r, u32 d, u32 w,
        u32 capacity) {
+    wait_for_earlier();
     DYNAMIC_SHARED(float, q);  // `[r,w]`
     SHARED(u32, hot, SCORED + 3);
     SHARED(u32, wanted, SCORED);
@@ -275,6 +280,7 @@ UNROLL
 KERNEL_SHARED(256, 1, QUERY_BYTES, lfps_attended, const float* queries, const void* keys, const u32* spans,
        const u32* lists, const u32* listed, float* scores, float scale, u32 kind, u32 r, u32 d, u32 w, u32 capacity,
        u32 most, u32 room, u32 sinks) {
+    wait_for_earlier();
     DYNAMIC_SHARED(float, q);  // `[r,w]`
     u32 at = blockIdx.z * gridDim.y + blockIdx.y, item = blockIdx.x * 64 + threadIdx.x / 4;
     Attended span = attended(spans, lists, listed, most);
@@ -299,6 +305,7 @@ UNROLL
 // common factor that becomes tiny is multiplied into the entries, as on the CPU.
 KERNEL(256, 1, lfps_update, const float* scores, const double* constants, const u32* bypassed, const u32* spans,
        const u32* lists, const u32* listed, float* tables, double* factors, u32 r, u32 capacity, u32 most, u32 room) {
+    wait_for_earlier();
     SHARED(float, tops, 8);
     u32 head = blockIdx.z * gridDim.y + blockIdx.y, at = head / r;
     const u32* span = spans + 4 * blockIdx.z;
@@ -341,6 +348,7 @@ UNROLL
 // heads, the rows read, the products computed for ranking, and the query heads bypassed; as sums, the rows attended,
 // the keys ranked but not attended, the choices of everything, and the query heads bypassed.
 KERNEL(32, 1, lfps_tally, const u32* spans, const u32* listed, const u32* counters, double* sums, u32 b, u32 g, u32 r) {
+    wait_for_earlier();
     double read = 0, products = 0, bypassed = 0, rows = 0, unlisted = 0, full = 0, heads = 0;
     for (u32 i = lane(); i < b * g; i += 32) {
         const u32* span = spans + 4 * (i / g);

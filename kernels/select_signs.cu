@@ -32,6 +32,7 @@ UNROLL
 KERNEL_SHARED(256, 1, 16 * 32 * 4, sign_tables, const float* queries, const float* centroids, const u32* signs,
        const u32* full, const u32* full_count, const u32* spans, const u32* budgets, float* tables, u32* first,
        u32* histograms, u32 r, u32 d, u32 pitch, u32 capacity) {
+    wait_for_earlier();
     DYNAMIC_SHARED(float, table);
     SHARED(u32, orders, FULL);
     u32 at = blockIdx.z * gridDim.y + blockIdx.y, entries = pitch * 32;
@@ -64,29 +65,53 @@ KERNEL_SHARED(256, 1, 16 * 32 * 4, sign_tables, const float* queries, const floa
     first[at * FULL + i] = visible && rank < budgets[blockIdx.z] / PER_FULL ? full[i] : 0xffffffffu;
 }
 
-// Computes the sort keys of the candidates and their first histogram. A block covers SCAN positions.
-KERNEL_SHARED(256, 1, 16 * 32 * 4, sign_keys, const u32* signs, const float* tables, const u32* first,
+// Computes the sort keys of the candidates and their first histogram. A block covers SCAN positions. One look-up per byte
+// of the signs has half as many bank conflicts as one per group.
+KERNEL_SHARED(256, 1, 16 * (256 + 32) * 4, sign_keys, const u32* signs, const float* tables, const u32* first,
        const u32* spans, u32* keys, u32* histograms, u32 pitch, u32 capacity) {
+    wait_for_earlier();
     DYNAMIC_SHARED(float, table);
     SHARED(u32, own, BINS);
     SHARED(u32, is_first, SCAN / 32);
     u32 at = blockIdx.z * gridDim.y + blockIdx.y, start = blockIdx.x * SCAN;
     const u32* span = spans + 4 * blockIdx.z;
-    for (u32 i = threadIdx.x; i < pitch * 32; i += 256) table[i] = tables[(u64)at * pitch * 32 + i];
+    float* const pairs = table + pitch * 256;
+    for (u32 i = threadIdx.x; i < pitch * 32; i += 256) pairs[i] = tables[(u64)at * pitch * 32 + i];
     for (u32 i = threadIdx.x; i < BINS; i += 256) own[i] = 0;
     if (threadIdx.x < SCAN / 32) is_first[threadIdx.x] = 0;
     __syncthreads();
+    // `[pitch,256]`: the sum of the entries of both groups of a byte, as sign_score adds them.
+    for (u32 b = 0; b < pitch; b++) {
+        const float* pair = pairs + b * 32;
+        table[b * 256 + threadIdx.x] = pair[threadIdx.x & 15] + pair[16 + (threadIdx.x >> 4)];
+    }
     if (threadIdx.x < FULL) {
         u32 p = first[at * FULL + threadIdx.x];
         if (p >= start && p - start < SCAN) atomicAdd(&is_first[(p - start) / 32], 1u << (p - start) % 32);
     }
     __syncthreads();
-    signs += (u64)at * capacity * (pitch / 4);
-    for (u32 i = threadIdx.x; i < SCAN; i += 256) {
-        u32 p = start + i;
+    signs += ((u64)at * capacity + start) * (pitch / 4);
+    // The same word of all of a thread's positions is asked for at once.
+    float sums[8] = {};
+    for (u32 w = 0; w < pitch / 4; w++) {
+        u32 bits[8];
+UNROLL
+        for (u32 i = 0; i < 8; i++) {
+            u32 at_row = i * 256 + threadIdx.x;
+            bits[i] = start + at_row < span[2] ? signs[at_row * (pitch / 4) + w] : 0;
+        }
+UNROLL
+        for (u32 b = 0; b < 4; b++) {
+UNROLL
+            for (u32 i = 0; i < 8; i++) sums[i] += table[(w * 4 + b) * 256 + (bits[i] >> (8 * b) & 255)];
+        }
+    }
+UNROLL
+    for (u32 i = 0; i < 8; i++) {
+        u32 at_row = i * 256 + threadIdx.x, p = start + at_row;
         if (p < span[0] + span[1] || p >= span[2]) continue;
-        u32 key = order_of(sign_score(signs + (u64)p * (pitch / 4), table, pitch / 4));
-        if (is_first[i / 32] >> i % 32 & 1) key = 0xffffffffu;
+        u32 key = order_of(sums[i]);
+        if (is_first[at_row / 32] >> at_row % 32 & 1) key = 0xffffffffu;
         keys[(u64)at * capacity + p] = key;
         atomicAdd(&own[key >> 21], 1);
     }
@@ -97,6 +122,7 @@ KERNEL_SHARED(256, 1, 16 * 32 * 4, sign_keys, const u32* signs, const float* tab
 // `[b,g,d]`; zero counts as negative. lens `[b]` already counts these rows. Each thread makes one word.
 KERNEL(256, 1, append_signs, const float* rows, const float* centre, const u32* lens, u32* signs, u32 m, u32 d, u32 w,
        u32 pitch, u32 capacity) {
+    wait_for_earlier();
     u32 at = blockIdx.z * gridDim.y + blockIdx.y, i = blockIdx.x * 256 + threadIdx.x, words = pitch / 4;
     if (i >= m * words) return;
     u32 row = i / words, word = i % words, bits = 0;

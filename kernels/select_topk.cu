@@ -18,6 +18,7 @@ constexpr u32 SPAN = 256;
 KERNEL_SHARED(256, 2, 4 * 16 * (128 + 256), topk_scores, const float* queries, const void* keys,
        OPTIONAL const u32* items, const u32* spans, float* scores, float* parts, u32* histograms, float scale,
        u32 kind, u32 r, u32 d, u32 w, u32 capacity, u32 rows, u32 shared_rows) {
+    wait_for_earlier();
     DYNAMIC_SHARED(float, q);  // `[r,w]`, and the scores `[r,SPAN]`
     float* const own = q + r * w;
     u32 at = blockIdx.z * gridDim.y + blockIdx.y, start = blockIdx.x * SPAN;
@@ -61,6 +62,7 @@ UNROLL
 // weights, and the first histogram. A block covers SCAN positions; parts `[b,h,n_parts,2]`.
 KERNEL(256, 1, weight_keys, const float* scores, const float* parts, const u32* spans, u32* keys, u32* histograms,
        u32 r, u32 n_parts, u32 capacity, u32 largest) {
+    wait_for_earlier();
     SHARED(u32, own, BINS);
     SHARED(float, tops, 16);
     SHARED(float, totals, 16);

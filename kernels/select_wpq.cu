@@ -26,15 +26,35 @@ DEVICE void project_query(float* y, const float* query, const u16* query_maps, c
                           u32 channels, u32 d) {
     const u16* map = query_maps + (u64)blockIdx.y * channels * d;
     const float* mean = means + blockIdx.y * d;
-    for (u32 i = warp(); i <= channels; i += 8) {
-        float sum = 0;
-        for (u32 c = lane(); c < d; c += 32) {
-            float factor = i < channels ? widen<false>(map[i * d + c]) : mean[c];
-            sum = fmaf(factor, query[c], sum);
-        }
-        sum = warp_sum(sum);
-        if (lane() == 0) y[i] = sum * scale;
+    float q[4], means_of[4], product = 0;
+UNROLL
+    for (u32 j = 0; j < 4; j++) {
+        u32 c = smaller(lane() + 32 * j, d - 1);
+        q[j] = lane() + 32 * j < d ? query[c] : 0.0f, means_of[j] = mean[c];
     }
+    // Four channels at a time, of which all factors are asked for before the first is used.
+    for (u32 first = warp(); first < channels; first += 32) {
+        u16 factors[4][4];
+UNROLL
+        for (u32 n = 0; n < 4; n++) {
+            const u16* row = map + smaller(first + 8 * n, channels - 1) * d;
+UNROLL
+            for (u32 j = 0; j < 4; j++) factors[n][j] = row[smaller(lane() + 32 * j, d - 1)];
+        }
+UNROLL
+        for (u32 n = 0; n < 4; n++) {
+            float sum = 0;
+UNROLL
+            for (u32 j = 0; j < 4; j++) sum = fmaf(widen<false>(factors[n][j]), q[j], sum);
+            sum = warp_sum(sum);
+            if (lane() == 0 && first + 8 * n < channels) y[first + 8 * n] = sum * scale;
+        }
+    }
+    if (warp() > 0) return;
+UNROLL
+    for (u32 j = 0; j < 4; j++) product = fmaf(means_of[j], q[j], product);
+    product = warp_sum(product);
+    if (lane() == 0) y[channels] = product * scale;
 }
 
 // Returns the product with y of word `i % WORDS` of group `i / WORDS`, where groups are counted over all stages.
@@ -123,8 +143,8 @@ DEVICE void build_tables(TABLE_PARAMETERS) {
 #define TABLE_ARGUMENTS                                                                                         \
     queries, query_maps, means, words, spans, budgets, tables, lines, histograms, refined_histograms, wants,    \
         item_spans, scale, stages, groups, dim, d
-KERNEL(256, 2, word_tables_16, TABLE_PARAMETERS) { build_tables<RoundedTables>(TABLE_ARGUMENTS); }
-KERNEL(256, 2, word_tables_256, TABLE_PARAMETERS) { build_tables<ExactTables>(TABLE_ARGUMENTS); }
+KERNEL(256, 2, word_tables_16, TABLE_PARAMETERS) { wait_for_earlier(); build_tables<RoundedTables>(TABLE_ARGUMENTS); }
+KERNEL(256, 2, word_tables_256, TABLE_PARAMETERS) { wait_for_earlier(); build_tables<ExactTables>(TABLE_ARGUMENTS); }
 
 // ---- scans ----
 
@@ -158,14 +178,16 @@ UNROLL
                             stages * groups * Tables::WORDS);
         const float4* path = path_of(paths, first, r, capacity);
         float held[8][QUAD], top, sum;
+        u32 positions[8];
+UNROLL
+        for (u32 i = 0; i < 8; i++) positions[i] = smaller(start + i * 256 + threadIdx.x, to - 1);
+        begin_scores(held, line + first * LINE, path, positions);
 UNROLL
         for (u32 i = 0; i < 8; i++) {
             u32 p = start + i * 256 + threadIdx.x;
-            bool there = p >= from && p < to;
-UNROLL
-            for (u32 e = 0; e < QUAD; e++) held[i][e] = there ? line[(first + e) * LINE] : minus_infinity();
-            if (there) add_path(held[i], path, p);
             add_stage<Tables>(held[i], table, code[i], groups, line + first * LINE, 0);
+UNROLL
+            for (u32 e = 0; e < QUAD; e++) held[i][e] = p >= from && p < to ? held[i][e] : minus_infinity();
         }
         block_softmax(held, top, sum);
         u32 a = first + threadIdx.x;
@@ -174,9 +196,11 @@ UNROLL
 }
 
 KERNEL(256, 3, word_parts_16, SUM_PARAMETERS) {
+    wait_for_earlier();
     sum_words<RoundedTables>(codes, tables, lines, paths, spans, parts, stages, groups, width, r, capacity);
 }
 KERNEL(256, 2, word_parts_256, SUM_PARAMETERS) {
+    wait_for_earlier();
     sum_words<ExactTables>(codes, tables, lines, paths, spans, parts, stages, groups, width, r, capacity);
 }
 
@@ -215,15 +239,20 @@ UNROLL
                             stages * groups * Tables::WORDS);
         const float4* path = path_of(paths, first, r, capacity);
 UNROLL
-        for (u32 i = 0; i < 8; i++) {
-            u32 p = start + i * 256 + threadIdx.x;
-            float scores[QUAD];
+        for (u32 half = 0; half < 8; half += 4) {
+            float scores[4][QUAD];
+            u32 positions[4];
 UNROLL
-            for (u32 e = 0; e < QUAD; e++) scores[e] = line[(first + e) * LINE];
-            if (p >= from && p < to) add_path(scores, path, p);
-            add_stage<Tables>(scores, table, code[i], groups, line + first * LINE, 0);
+            for (u32 i = 0; i < 4; i++) positions[i] = smaller(start + (half + i) * 256 + threadIdx.x, to - 1);
+            begin_scores(scores, line + first * LINE, path, positions);
 UNROLL
-            for (u32 e = 0; e < QUAD; e++) mass[i] += exp2f(scores[e] - tops[first + e]) * inverses[first + e];
+            for (u32 i = 0; i < 4; i++) {
+                add_stage<Tables>(scores[i], table, code[half + i], groups, line + first * LINE, 0);
+UNROLL
+                for (u32 e = 0; e < QUAD; e++) {
+                    mass[half + i] += exp2f(scores[i][e] - tops[first + e]) * inverses[first + e];
+                }
+            }
         }
     }
 UNROLL
@@ -238,5 +267,5 @@ UNROLL
 
 #define RANK_ARGUMENTS                                                                                          \
     codes, tables, lines, paths, spans, parts, stages, groups, width, r, capacity, totals, keys, histograms
-KERNEL(256, 3, word_keys_16, RANK_PARAMETERS) { rank_words<RoundedTables>(RANK_ARGUMENTS); }
-KERNEL(256, 2, word_keys_256, RANK_PARAMETERS) { rank_words<ExactTables>(RANK_ARGUMENTS); }
+KERNEL(256, 3, word_keys_16, RANK_PARAMETERS) { wait_for_earlier(); rank_words<RoundedTables>(RANK_ARGUMENTS); }
+KERNEL(256, 2, word_keys_256, RANK_PARAMETERS) { wait_for_earlier(); rank_words<ExactTables>(RANK_ARGUMENTS); }

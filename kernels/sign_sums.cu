@@ -5,6 +5,7 @@
 // Adds to sums `[b,d/4,16,4]` and counts `[b,d/4,16]`, zeroed before. A block adds `run_rows` rows for 32 groups.
 KERNEL(256, 1, sign_sums, const float* x, u64* sums, u32* counts, const u32* largest, u32 n, u32 d, u32 w,
        u32 run_rows) {
+    wait_for_earlier();
     SHARED(u64, part, 16 * 4 * 32);
     SHARED(u32, rows, 16 * 32);
     for (u32 i = threadIdx.x; i < 16 * 4 * 32; i += 256) part[i] = 0;
@@ -34,6 +35,7 @@ UNROLL
 
 // Converts sums to f64: out[i] = sums[i]; a head has `per_head` sums.
 KERNEL(256, 1, fixed_sums, const u64* sums, double* out, const u32* largest, u32 n, u32 per_head) {
+    wait_for_earlier();
     u32 i = blockIdx.x * 256 + threadIdx.x;
     if (i >= per_head) return;
     u64 at = (u64)blockIdx.y * per_head + i;

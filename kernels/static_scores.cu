@@ -102,6 +102,7 @@ UNROLL
 
 KERNEL(256, 1, static_scores, const float* queries, const void* keys, const u32* spans, float* parts, float scale,
        u32 kind, u32 r, u32 d, u32 w, u32 capacity, u32 n_parts) {
+    wait_for_earlier();
     u64 first = (u64)(blockIdx.z * gridDim.y + blockIdx.y) * capacity;
     FloatKeys rows = {keys, first, kind, w};
     static_softmax(rows, queries, spans, parts, scale, r, d, w, n_parts);
@@ -112,6 +113,7 @@ KERNEL(256, 1, static_scores_packed, const float* queries, const u32* signs, con
        const u32* key_params, const float* centre, const float* alpha, const u32* full, const u32* full_count,
        const u16* full_keys, const u32* spans, float* parts, float scale, u32 r, u32 d, u32 pitch, u32 capacity,
        u32 n_parts, u32 is_signed) {
+    wait_for_earlier();
     u64 at = blockIdx.z * gridDim.y + blockIdx.y, first = at * capacity;
     PackedArrays arrays = {};
     arrays.signs = signs + first * (pitch / 4), arrays.key_bits = key_bits + first * (d / 8);

@@ -186,6 +186,13 @@ DEVICE void multiply_add(float (&sum)[4], const u32 (&a)[4], u32 b0, u32 b1) {
 
 #endif
 
+template <bool BFLOAT>
+DEVICE void widen_eight(float (&out)[8], uint4 bits) {
+    u32 pairs[4] = {bits.x, bits.y, bits.z, bits.w};
+UNROLL
+    for (u32 i = 0; i < 8; i++) out[i] = widen<BFLOAT>((u16)(pairs[i / 2] >> (i % 2 * 16)));
+}
+
 // Loads eight elements of a row of type f32 (kind 0), f16 (1) or bf16 (2).
 DEVICE void load_eight(float (&out)[8], const void* rows, u64 at, u32 kind) {
     if (kind == 0) {
@@ -196,12 +203,8 @@ DEVICE void load_eight(float (&out)[8], const void* rows, u64 at, u32 kind) {
         return;
     }
     uint4 bits = *(const uint4*)((const u16*)rows + at);
-    u32 pairs[4] = {bits.x, bits.y, bits.z, bits.w};
-UNROLL
-    for (u32 i = 0; i < 8; i++) {
-        u16 half = (u16)(pairs[i / 2] >> (i % 2 * 16));
-        out[i] = kind == 1 ? widen<false>(half) : widen<true>(half);
-    }
+    if (kind == 1) widen_eight<false>(out, bits);
+    else widen_eight<true>(out, bits);
 }
 
 // Loads element i of contiguous rows of type f32 (kind 0), f16 (1) or bf16 (2).

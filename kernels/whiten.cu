@@ -3,6 +3,7 @@
 
 // x `[b,n,w]`, chol `[b,d,d]`; out `[b,n,w]`.
 KERNEL(256, 2, whiten, const float* x, const float* chol, float* out, u32 n, u32 d, u32 w) {
+    wait_for_earlier();
     SHARED(float, rows, 16 * 68);
     SHARED(float, columns, 16 * 64);
     u32 row_at = blockIdx.x * 64, column_at = blockIdx.z * 64;

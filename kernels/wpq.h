@@ -56,11 +56,20 @@ DEVICE const float4* path_of(const float* paths, u32 first, u32 r, u32 capacity)
     return paths ? (const float4*)paths + quad * capacity : nullptr;
 }
 
-// Adds the scores of the mean's path at a position to the scores of four query heads.
-DEVICE void add_path(float (&scores)[QUAD], const float4* path, u32 p) {
-    if (!path) return;
-    float4 own = path[p];
-    scores[0] += own.x, scores[1] += own.y, scores[2] += own.z, scores[3] += own.w;
+// Starts the scores of four query heads at N positions: that of the mean key, in `line`, and those of its path. All
+// positions are asked for before the first is used.
+template <u32 N>
+DEVICE void begin_scores(float (&scores)[N][QUAD], const float* line, const float4* path, const u32 (&positions)[N]) {
+    float4 own[N] = {};
+    if (path) {
+UNROLL
+        for (u32 i = 0; i < N; i++) own[i] = path[positions[i]];
+    }
+UNROLL
+    for (u32 i = 0; i < N; i++) {
+        scores[i][0] = line[0] + own[i].x, scores[i][1] = line[LINE] + own[i].y;
+        scores[i][2] = line[2 * LINE] + own[i].z, scores[i][3] = line[3 * LINE] + own[i].w;
+    }
 }
 
 // Copies the lines of r query heads to shared memory, with zeros for the other heads.

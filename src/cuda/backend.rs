@@ -214,7 +214,10 @@ impl<'a> CudaBackend<'a> {
             index.observe(&at_step, &self.attention)?;
             self.attention.output_rows(&work.attended)?;
             let sums = self.tallies.part(number * TALLIES, TALLIES);
-            index.tally(self.at, positions, chosen, &sums)?;
+            // The output and its tally need not wait for one another.
+            self.at
+                .driver
+                .beside(&mut || index.tally(self.at, positions, chosen, &sums))?;
             match chosen {
                 _ if !tracing => Ok(Vec::new()),
                 Some(chosen) => chosen.read(),

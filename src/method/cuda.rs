@@ -172,7 +172,8 @@ pub trait CudaIndex {
         Ok(())
     }
 
-    /// Adds the key of the last position, `[b,g,1,d]`.
+    /// Adds the key of the last position, `[b,g,1,d]`. The cache's rows are stored by the launches right before, beside
+    /// which this may run.
     fn append(&self, _keys: Rotated<'_>, _positions: &Positions<'_>) -> Result<()> {
         Ok(())
     }

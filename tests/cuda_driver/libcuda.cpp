@@ -247,17 +247,28 @@ struct Node {
     unsigned grid[3], block[3], shared;
     void** values;
 };
-CALL(cuGraphCreate, void** graph, unsigned) { return *graph = new std::vector<Launch>, SUCCESS; }
+// Which nodes of the graph that is being made depend on another node: all but the first ones. On chips of 9.0 and later, a
+// node can depend on the one before it by an edge across which it may begin before that one has ended.
+static std::vector<bool> depends;
+CALL(cuGraphCreate, void** graph, unsigned) { return depends.clear(), *graph = new std::vector<Launch>, SUCCESS; }
 CALL(cuGraphAddKernelNode_v2, void** node, void* graph, void** before, size_t count, const Node* what) {
     auto& launches = *(std::vector<Launch>*)graph;
-    if (count != (launches.empty() ? 0 : 1) || (count == 1 && (size_t)*before != launches.size())) return INVALID_VALUE;
+    for (size_t i = 0; i < count; i++)
+        if ((size_t)before[i] > launches.size()) return INVALID_VALUE;
     if (!may_launch(what->function, what->shared)) return INVALID_VALUE;
+    depends.push_back(count > 0);
     launches.emplace_back(what->function, Dim{what->grid[0], what->grid[1], what->grid[2]}, what->block[0], what->shared,
                           what->values);
     return *node = (void*)launches.size(), SUCCESS;
 }
+CALL(cuGraphAddDependencies_v2, void*, void** from, void** to, const unsigned char* edge, size_t count) {
+    // A programmatic edge from a kernel's programmatic port.
+    if (chip().major < 9 || count != 1 || *(size_t*)from + 1 != *(size_t*)to || edge[0] != 1 || edge[2] != 1) return INVALID_VALUE;
+    return depends[*(size_t*)to - 1] = true, SUCCESS;
+}
 CALL(cuGraphInstantiateWithFlags, void** started, void* graph, uint64_t) {
     auto& launches = *(std::vector<Launch>*)graph;
+    if (!std::is_sorted(depends.begin(), depends.end())) return INVALID_VALUE;
     std::ofstream log(setting("FAKE_CUDA_LOG"), std::ios::app);
     for (auto& launch : launches) log << launch.kernel().first << ' ';
     log << std::endl;

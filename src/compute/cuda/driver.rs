@@ -82,6 +82,15 @@ pub trait Driver: Send + Sync {
         Ok(false)
     }
 
+    /// Makes launches of which the first may run at the same time as the launch before it, if both are recorded; neither
+    /// may write what the other reads or writes. Launches that are not recorded run one after the other.
+    ///
+    /// # Errors
+    /// Any error of `launches`.
+    fn beside(&self, launches: &mut dyn FnMut() -> Result<()>) -> Result<()> {
+        launches()
+    }
+
     /// Ends the recording, and returns the number by which [`Driver::replay`] knows it.
     ///
     /// # Errors

@@ -31,6 +31,10 @@ const HINT: &str = "install the NVIDIA driver (`nvidia-smi` shows whether it wor
 /// The oldest compute capability that the kernels run on: they need asynchronous copies and m16n8k16 products.
 const OLDEST: (i32, i32) = (8, 0);
 
+/// The first compute capability on which the blocks of a recorded kernel can take their places before the kernel before
+/// it has ended; `wait_for_earlier` in kernels/common.h then waits for its end.
+pub(self) const OVERLAPPING: (i32, i32) = (9, 0);
+
 /// The shared memory, in bytes, that a block may use on every GPU without opting in.
 const SHARED_UNASKED: usize = 48 << 10;
 
@@ -110,7 +114,7 @@ impl Nvidia {
             has_fast_search: true,
             multiprocessors: multiprocessors.max(1) as usize,
             products: None,
-            recordings: Mutex::default(),
+            recordings: Mutex::new(Recordings::new(capability >= OVERLAPPING)),
             staging: Staging::default(),
         };
         gpu.load(capability)?;
@@ -285,12 +289,18 @@ impl Driver for Nvidia {
 
     fn write(&self, to: Address, bytes: &[u8]) -> Result<()> {
         self.enter_to_copy()?;
+        if bytes.len() >= staging::LARGE && self.staging.send(to, bytes)? {
+            return Ok(());
+        }
         // SAFETY: the buffer behind the address has at least as many bytes.
         unsafe { result::memcpy_htod_sync(to, bytes) }.map_err(|e| failed("a copy to the GPU failed", e))
     }
 
     fn read(&self, from: Address, bytes: &mut [u8]) -> Result<()> {
         self.enter_to_copy()?;
+        if bytes.len() >= staging::LARGE && self.staging.receive(from, bytes)? {
+            return Ok(());
+        }
         // SAFETY: the buffer behind the address has at least as many bytes, and any bytes will do.
         unsafe { result::memcpy_dtoh_sync(bytes, from) }.map_err(|e| failed("a copy from the GPU failed", e))
     }
@@ -308,10 +318,11 @@ impl Driver for Nvidia {
 
     fn send(&self, to: Address, bytes: &[u8]) -> Result<()> {
         self.enter_to_copy()?;
-        match self.staging.send(to, bytes)? {
-            true => Ok(()),
-            false => self.write(to, bytes),
+        if self.staging.send(to, bytes)? {
+            return Ok(());
         }
+        // SAFETY: as in `write`.
+        unsafe { result::memcpy_htod_sync(to, bytes) }.map_err(|e| failed("a copy to the GPU failed", e))
     }
 
     fn zero(&self, at: Address, bytes: usize) -> Result<()> {
@@ -342,6 +353,7 @@ impl Driver for Nvidia {
             kernel,
             function: self.function(kernel, shape.shared_bytes)?,
             shape,
+            beside: false,
             values: args.iter().map(|arg| arg.value).collect(),
         };
         match self.recordings()?.note(noted) {
@@ -353,6 +365,13 @@ impl Driver for Nvidia {
 
     fn record(&self) -> Result<bool> {
         Ok(self.recordings()?.begin())
+    }
+
+    fn beside(&self, launches: &mut dyn FnMut() -> Result<()>) -> Result<()> {
+        self.recordings()?.set_beside(true);
+        let launched = launches();
+        self.recordings()?.set_beside(false);
+        launched
     }
 
     fn recorded(&self) -> Result<u64> {

@@ -63,7 +63,7 @@ impl<'d> LayerRows<'d> {
     ) -> Result<()> {
         let shape = &self.shape;
         let grid = shape.grid((m * shape.width()).div_ceil(256));
-        for (rows, cache) in [(keys, &self.keys), (values, &self.values)] {
+        let store = |rows: &Buffer<'_, f32>, cache: &Buffer<'_, u8>| {
             kernels::AppendRows {
                 rows: rows.ptr(),
                 cache: cache.ptr().cast(),
@@ -74,9 +74,10 @@ impl<'d> LayerRows<'d> {
                 w: shape.width(),
                 capacity: shape.capacity,
             }
-            .launch(self.driver, grid)?;
-        }
-        Ok(())
+            .launch(self.driver, grid)
+        };
+        store(keys, &self.keys)?;
+        self.driver.beside(&mut || store(values, &self.values))
     }
 
     /// Copies the first `n` keys and values of KV head `at` to the host, `[n,d]` each; waits for the device.
@@ -338,14 +339,17 @@ impl<'d> Attention<'d> {
     ) -> Result<usize> {
         let (shape, w) = (&self.shape, self.shape.width());
         let n = shape.query_heads();
-        kernels::PadRows {
-            rows: queries.ptr(),
-            out: self.queries.ptr(),
-            n,
-            d: shape.head_dim,
-            w,
-        }
-        .launch(self.driver, [(n * w).div_ceil(256), 1, 1])?;
+        // Nothing else in a step uses the padded queries before the attention.
+        self.driver.beside(&mut || {
+            kernels::PadRows {
+                rows: queries.ptr(),
+                out: self.queries.ptr(),
+                n,
+                d: shape.head_dim,
+                w,
+            }
+            .launch(self.driver, [(n * w).div_ceil(256), 1, 1])
+        })?;
         // There are no more blocks than tiles.
         let limits = &positions.limits;
         let most = match chosen {

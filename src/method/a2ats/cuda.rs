@@ -16,6 +16,8 @@ use crate::kv::cuda::{KINDS, Limits, Positions, Selection, Shape};
 use encode::Norms;
 pub(super) use index::random;
 
+/// Threads of `rank_codewords`, which counts the tokens of twice as many digits in the same shared memory.
+const RANKERS: usize = kernels::RankCodewords::KERNEL.threads as usize;
 /// Most codewords per KV head: `rank_codewords` keeps eight bytes of each in shared memory.
 pub const MOST_CODEWORDS: usize = kernels::RankCodewords::KERNEL.shared_bytes / 8;
 
@@ -166,14 +168,16 @@ impl<'d> A2ats<'d> {
         positions: &Positions<'_>,
     ) -> Result<()> {
         let d = self.shape.head_dim;
-        kernels::WhitenLast {
-            keys: keys.ptr(),
-            factors: codebooks.factors.ptr(),
-            means: codebooks.means.ptr(),
-            out: self.mapped.ptr(),
-            d,
-        }
-        .launch(self.driver, self.shape.grid(d.div_ceil(64)))?;
+        self.driver.beside(&mut || {
+            kernels::WhitenLast {
+                keys: keys.ptr(),
+                factors: codebooks.factors.ptr(),
+                means: codebooks.means.ptr(),
+                out: self.mapped.ptr(),
+                d,
+            }
+            .launch(self.driver, self.shape.grid(d.div_ceil(64)))
+        })?;
         self.score(codebooks, 1)?;
         kernels::EncodeLast {
             scores: self.scores.ptr(),
@@ -206,14 +210,16 @@ impl<'d> A2ats<'d> {
             size: self.size,
         }
         .launch(self.driver, self.shape.grid(1))?;
-        kernels::MapRows {
-            x: queries.ptr(),
-            matrices: codebooks.query_maps.ptr(),
-            out: self.mapped.ptr(),
-            r,
-            d,
-        }
-        .launch(self.driver, self.shape.grid(d.div_ceil(8)))?;
+        self.driver.beside(&mut || {
+            kernels::MapRows {
+                x: queries.ptr(),
+                matrices: codebooks.query_maps.ptr(),
+                out: self.mapped.ptr(),
+                r,
+                d,
+            }
+            .launch(self.driver, self.shape.grid(d.div_ceil(8)))
+        })?;
         self.score(codebooks, r)?;
         self.take(positions)?;
         self.list(positions)?;
@@ -233,7 +239,7 @@ impl<'d> A2ats<'d> {
             r,
             size,
         }
-        .launch(self.driver, query_heads, 8 * size)?;
+        .launch(self.driver, query_heads, (8 * size).max(8 * RANKERS))?;
         kernels::TakeCodewords {
             ranks: self.ranks.ptr(),
             counts: self.counts.ptr(),
@@ -248,7 +254,7 @@ impl<'d> A2ats<'d> {
             capacity: shape.capacity,
             per_query_head: usize::from(self.per_query_head),
         }
-        .launch(self.driver, self.shape.grid(1), 4 * size)
+        .launch(self.driver, self.shape.grid(1))
     }
 
     /// Lists the positions to take.

@@ -97,7 +97,7 @@ impl<'d> SelfIndex<'d> {
             pitch,
             capacity,
         }
-        .launch(best.driver, shape.grid(blocks), table_bytes)?;
+        .launch(best.driver, shape.grid(blocks), (256 + 32) * 4 * pitch)?;
         best.choose(positions)
     }
 

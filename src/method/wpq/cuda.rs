@@ -106,9 +106,11 @@ impl<'d> Wpq<'d> {
     ) -> Result<&Selection<'d>> {
         let space = &self.space;
         self.build_tables(queries, positions)?;
-        space.score_static(queries, cache, positions)?;
+        self.driver
+            .beside(&mut || space.score_static(queries, cache, positions))?;
         if let (Some(paths), Some(arcs)) = (&space.paths, &self.quantisers.arc_parts) {
-            space.score_paths(paths, arcs, queries, positions)?;
+            self.driver
+                .beside(&mut || space.score_paths(paths, arcs, queries, positions))?;
         }
         self.rank(positions)?;
         match &space.refined {

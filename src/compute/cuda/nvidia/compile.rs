@@ -6,6 +6,7 @@ use cudarc::nvrtc::result::{self, NvrtcError};
 use cudarc::nvrtc::sys::{self, nvrtcProgram};
 
 use super::super::kernels;
+use super::OVERLAPPING;
 use crate::error::{Error, Result};
 
 /// Compiles all kernels to machine code for a chip of this compute capability.
@@ -31,10 +32,13 @@ pub fn compile(capability: (i32, i32)) -> Result<Vec<u8>> {
 
 fn machine_code(program: nvrtcProgram, capability: (i32, i32)) -> Result<Vec<u8>> {
     let (major, minor) = capability;
-    let options = [
+    let mut options = vec![
         format!("--gpu-architecture=sm_{major}{minor}"),
         "--std=c++17".to_owned(),
     ];
+    if capability >= OVERLAPPING {
+        options.push("--define-macro=KVSMITH_OVERLAP".to_owned());
+    }
     // SAFETY: the program was created and not destroyed.
     if let Err(e) = unsafe { result::compile_program(program, &options) } {
         // SAFETY: as above.

@@ -1,6 +1,6 @@
 //! Launches that are recorded once and started together, as CUDA graphs.
 
-use std::collections::HashMap;
+use std::collections::{HashMap, HashSet};
 use std::ffi::c_void;
 use std::ptr;
 use std::thread::{self, ThreadId};
@@ -14,6 +14,8 @@ use crate::error::{Error, Result};
 
 /// The first CUDA version of the driver that has the functions used here.
 const OLDEST: i32 = 12_000;
+/// The first one whose graphs have edges across which a kernel may begin before the one before it has ended.
+const OVERLAPPING: i32 = 12_030;
 
 /// A recorded launch with everything that it needs.
 pub struct Noted {
@@ -21,6 +23,8 @@ pub struct Noted {
     pub kernel: &'static str,
     pub function: CUfunction,
     pub shape: Launch,
+    /// Whether it may run at the same time as the launch before it.
+    pub beside: bool,
     /// The arguments; each value is in the low bytes.
     pub values: Vec<u64>,
 }
@@ -53,8 +57,12 @@ impl Noted {
 #[derive(Default)]
 pub struct Recordings {
     noting: HashMap<ThreadId, Vec<Noted>>,
+    /// The threads whose next launch may run at the same time as the one before it.
+    beside: HashSet<ThreadId>,
     graphs: HashMap<u64, Graph>,
     next: u64,
+    /// Whether the kernels wait themselves for the end of the kernel before.
+    kernels_wait: bool,
 }
 
 struct Graph {
@@ -64,12 +72,17 @@ struct Graph {
 }
 
 impl Recordings {
+    /// Starts without recordings; `kernels_wait` says whether kernels wait themselves for the end of the kernel before.
+    pub fn new(kernels_wait: bool) -> Self {
+        Self {
+            kernels_wait,
+            ..Self::default()
+        }
+    }
+
     /// Starts recording this thread's launches; returns false if the driver is too old.
     pub fn begin(&mut self) -> bool {
-        let mut version = 0;
-        // SAFETY: writes a number to where the pointer points.
-        let known = unsafe { sys::cuDriverGetVersion(&mut version) }.result().is_ok();
-        if known && version >= OLDEST {
+        if version() >= OLDEST {
             self.noting.insert(thread::current().id(), Vec::new());
         }
         self.is_noting()
@@ -80,22 +93,32 @@ impl Recordings {
         self.noting.contains_key(&thread::current().id())
     }
 
-    /// Records a launch; gives it back, to be started, if this thread is not recording.
-    pub fn note(&mut self, launch: Noted) -> Option<Noted> {
-        match self.noting.get_mut(&thread::current().id()) {
-            Some(launches) => {
-                launches.push(launch);
-                None
-            }
-            None => Some(launch),
-        }
+    /// Says whether this thread's next launch may run at the same time as the one before it.
+    pub fn set_beside(&mut self, beside: bool) {
+        let thread = thread::current().id();
+        match beside {
+            true => self.beside.insert(thread),
+            false => self.beside.remove(&thread),
+        };
     }
 
-    /// Ends this thread's recording, in which each launch depends on the one before it, and returns its number.
+    /// Records a launch; gives it back, to be started, if this thread is not recording.
+    pub fn note(&mut self, mut launch: Noted) -> Option<Noted> {
+        let thread = thread::current().id();
+        let Some(launches) = self.noting.get_mut(&thread) else {
+            return Some(launch);
+        };
+        launch.beside = self.beside.remove(&thread) && !launches.is_empty();
+        launches.push(launch);
+        None
+    }
+
+    /// Ends this thread's recording, in which each launch depends on the one before it unless it may run beside that
+    /// one, and returns its number.
     pub fn end(&mut self, context: CUcontext) -> Result<u64> {
         let launches = self.noting.remove(&thread::current().id());
         let launches = launches.ok_or_else(|| Error::failed("CUDA: no launches were recorded"))?;
-        let graph = Graph::of(launches, context)?;
+        let graph = Graph::of(launches, context, self.kernels_wait && version() >= OVERLAPPING)?;
         self.next += 1;
         self.graphs.insert(self.next, graph);
         Ok(self.next)
@@ -121,8 +144,36 @@ impl Recordings {
     }
 }
 
+/// Returns the CUDA version of the driver, such as 13000; 0 if it does not tell.
+fn version() -> i32 {
+    let mut version = 0;
+    // SAFETY: writes a number to where the pointer points.
+    match unsafe { sys::cuDriverGetVersion(&mut version) }.result() {
+        Ok(()) => version,
+        Err(_) => 0,
+    }
+}
+
+/// Lets the blocks of `node` begin once all blocks of the node `before` have called `wait_for_earlier`.
+fn overlap(graph: CUgraph, before: CUgraphNode, node: CUgraphNode) -> Result<()> {
+    let edge = sys::CUgraphEdgeData {
+        from_port: sys::CU_GRAPH_KERNEL_NODE_PORT_PROGRAMMATIC as u8,
+        to_port: 0,
+        type_: sys::CUgraphDependencyType::CU_GRAPH_DEPENDENCY_TYPE_PROGRAMMATIC as u8,
+        reserved: [0; 5],
+    };
+    // SAFETY: both are nodes of the graph.
+    unsafe { sys::cuGraphAddDependencies_v2(graph, &before, &node, &edge, 1) }
+        .result()
+        .map_err(|e| failed("recorded launches have no order", e))
+}
+
 impl Graph {
-    fn of(launches: Vec<Noted>, context: CUcontext) -> Result<Self> {
+    /// Makes a graph of launches: one that may run beside the launch before it depends on what that one depends on, any
+    /// other on all launches since then. In a plain chain, a launch may take its places early if `overlaps`.
+    fn of(launches: Vec<Noted>, context: CUcontext, overlaps: bool) -> Result<Self> {
+        let sides: Vec<bool> = launches.iter().map(|launch| launch.beside).collect();
+        let next_is_beside = |i: usize| sides.get(i + 1) == Some(&true);
         let mut graph = ptr::null_mut();
         // SAFETY: writes a handle to where the pointer points.
         unsafe { sys::cuGraphCreate(&mut graph, 0) }
@@ -132,8 +183,13 @@ impl Graph {
             graph,
             started: ptr::null_mut(),
         };
-        let mut before: CUgraphNode = ptr::null_mut();
-        for mut launch in launches {
+        // The launches that the latest ones depend on, and the latest ones, which may run at the same time.
+        let (mut before, mut latest): (Vec<CUgraphNode>, Vec<CUgraphNode>) = Default::default();
+        for (i, mut launch) in launches.into_iter().enumerate() {
+            if !launch.beside {
+                before = std::mem::take(&mut latest);
+            }
+            let is_chain = before.len() == 1 && !launch.beside && !next_is_beside(i);
             let mut pointers = launch.pointers();
             let [x, y, z] = launch.shape.grid;
             let params = sys::CUDA_KERNEL_NODE_PARAMS {
@@ -150,13 +206,17 @@ impl Graph {
                 kern: ptr::null_mut(),
                 ctx: context,
             };
-            let count = usize::from(!before.is_null());
+            let early = overlaps && is_chain;
+            let waits = if early { 0 } else { before.len() };
             let mut node = ptr::null_mut();
             // SAFETY: as in `Noted::start`, by the promise of who launched it; the call copies the arguments.
-            unsafe { sys::cuGraphAddKernelNode_v2(&mut node, graph, &before, count, &params) }
+            unsafe { sys::cuGraphAddKernelNode_v2(&mut node, graph, before.as_ptr(), waits, &params) }
                 .result()
                 .map_err(|e| failed(&format!("{} was not recorded", launch.kernel), e))?;
-            before = node;
+            if early {
+                overlap(graph, before[0], node)?;
+            }
+            latest.push(node);
         }
         // SAFETY: the graph was made above.
         made.started = unsafe { result::graph::instantiate(graph, sys::CUgraphInstantiate_flags(0)) }
@@ -194,6 +254,7 @@ mod tests {
                 threads: 32,
                 shared_bytes: 0,
             },
+            beside: false,
             values: Vec::new(),
         }
     }

@@ -99,7 +99,7 @@ impl CudaIndex for SignIndex<'_> {
     fn append(&self, keys: Rotated<'_>, positions: &Positions<'_>) -> Result<()> {
         // A cache that holds the signs appends them itself.
         match &self.signs {
-            Some(signs) => signs.append(keys.rope, 1, positions),
+            Some(signs) => signs.driver.beside(&mut || signs.append(keys.rope, 1, positions)),
             None => Ok(()),
         }
     }

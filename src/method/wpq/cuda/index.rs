@@ -51,7 +51,8 @@ impl CudaIndex for Wpq<'_> {
     }
 
     fn append(&self, keys: Rotated<'_>, positions: &Positions<'_>) -> Result<()> {
-        Wpq::extend(self, keys.rope, 1, positions)
+        let encode = &mut || Wpq::extend(self, keys.rope, 1, positions);
+        self.driver.beside(encode)
     }
 
     fn select(&self, step: &CudaStep<'_>) -> Result<Option<&Selection<'_>>> {

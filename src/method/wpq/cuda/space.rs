@@ -17,7 +17,7 @@ use crate::method::wpq::path::{ARC, MeanPath};
 /// entries into a score.
 const QUAD: usize = 4;
 const LINE: usize = 5;
-/// Positions per block of `path_scores`.
+/// Positions that a block of `path_scores` scores at a time.
 const SCORED: usize = 32 * ARC;
 
 /// The buffers of a step; all layers with the same sliding window share them.
@@ -43,6 +43,8 @@ pub struct WpqWorkspace<'d> {
 pub(super) struct Paths<'d> {
     /// The rotation to the start of each arc, `[arcs,d]`.
     pub turns: Buffer<'d, f32>,
+    /// How many times a block scores [`SCORED`] positions, so that all blocks run at the same time.
+    pub passes: usize,
     /// The score at every candidate, `[b,g,r / 4,capacity,4]`; zero beyond the last query head.
     pub scores: Buffer<'d, f32>,
 }
@@ -111,9 +113,13 @@ impl<'d> WpqWorkspace<'d> {
     /// Out of memory.
     pub fn with_paths(self, path: &MeanPath) -> Result<Self> {
         let (driver, shape) = (self.driver, self.best.shape);
+        let blocks = shape.capacity.div_ceil(SCORED);
+        let places = driver.blocks_at_once(kernels::PathScores::KERNEL, 0)?;
+        let passes = (blocks * shape.heads()).div_ceil(places.max(1)).min(blocks);
         // A block scores whole arcs.
-        let arcs = shape.capacity.div_ceil(SCORED) * (SCORED / ARC);
+        let arcs = blocks.next_multiple_of(passes) * (SCORED / ARC);
         let paths = Paths {
+            passes,
             turns: Buffer::of(driver, "rotations", &path.turns(arcs))?,
             scores: Buffer::new(
                 driver,
@@ -147,8 +153,12 @@ impl<'d> WpqWorkspace<'d> {
             d: shape.head_dim,
             k: shape.head_dim.next_multiple_of(16),
             capacity: shape.capacity,
+            passes: paths.passes,
         }
-        .launch(self.driver, shape.grid(shape.capacity.div_ceil(SCORED)))
+        .launch(
+            self.driver,
+            shape.grid(shape.capacity.div_ceil(paths.passes * SCORED)),
+        )
     }
 
     /// Computes the softmax of the static set alone, into part 0.
