@@ -243,7 +243,7 @@ calibrate() {
         END {
             if (n == 0) exit
             printf "{\"stages\": ["
-            for (i = 1; i <= n; i++) printf "%s{\"name\": \"%s\", \"seconds\": %.3f}", i > 1 ? ", " : "", order[i], sum[order[i]]
+            for (i = 1; i <= n; i++) printf "%s{\"name\": \"%s\", \"seconds\": %.3f}", (i > 1 ? ", " : ""), order[i], sum[order[i]]
             print "]}"
         }')
     keep "$document"
