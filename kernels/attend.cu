@@ -49,8 +49,9 @@ KERNEL_SHARED(128, 2, ATTEND_BYTES(96), attend_bfloat_96, ATTEND_PARAMETERS) { w
 KERNEL_SHARED(128, 2, ATTEND_BYTES(128), attend_bfloat_128, ATTEND_PARAMETERS) { wait_for_earlier(); ATTEND(true, 128); }
 
 // Merges partial results by their log-sum-exps: out `[b,h,w]`, lse `[b,h]` in natural units; zeros and minus infinity
-// if nothing was attended. Each block has a query head. The weights of 256 parts at a time go to shared memory; then
-// each warp adds up every eighth of these parts, and each lane up to four of the w <= 128 channels.
+// if nothing was attended. The output is NaN if a score is NaN or infinity, or if all are minus infinity. Each block has
+// a query head. The weights of 256 parts at a time go to shared memory; then each warp adds up every eighth of these
+// parts, and each lane up to four of the w <= 128 channels.
 KERNEL(256, 2, merge_parts, const float* outs, const float* sums, float* out, float* lse, u32 parts, u32 r, u32 w) {
     wait_for_earlier();
     SHARED(float, weights, 256);
@@ -63,12 +64,15 @@ KERNEL(256, 2, merge_parts, const float* outs, const float* sums, float* out, fl
     if (lane() == 0) warps[warp()] = top;
     __syncthreads();
     for (u32 i = 0; i < 8; i++) top = fmaxf(top, warps[i]);
+    float shift = fmaxf(top, LOWEST);
     for (u32 start = 0; start < parts; start += 256) {
         u32 p = start + threadIdx.x, end = smaller(256, parts - start);
-        float most = p < parts ? sums[2 * (first + (u64)p * r)] : minus_infinity();
-        float weight = finite(most) ? exp2f(most - top) : 0;
-        if (weight > 0) sum += weight * sums[2 * (first + (u64)p * r) + 1];
-        weights[threadIdx.x] = weight;
+        if (p < parts) {
+            const float* part = sums + 2 * (first + (u64)p * r);
+            float weight = exp2f(part[0] - shift);
+            sum += weight * part[1];
+            weights[threadIdx.x] = weight;
+        }
         __syncthreads();
         for (u32 i = warp(); i < end; i += 8) {
             const float* from = outs + (first + (u64)(start + i) * r) * w;
@@ -89,9 +93,9 @@ UNROLL
     if (threadIdx.x < w) {
         float value = 0;
         for (u32 i = 0; i < 8; i++) value += outputs[i * 128 + threadIdx.x];
-        out[(u64)blockIdx.x * w + threadIdx.x] = sum > 0 ? value / sum : 0.0f;
+        out[(u64)blockIdx.x * w + threadIdx.x] = top < LOWEST ? 0.0f : value / sum;
     }
-    if (threadIdx.x == 0) lse[blockIdx.x] = sum > 0 ? (top + log2f(sum)) * 0.693147180559945f : minus_infinity();
+    if (threadIdx.x == 0) lse[blockIdx.x] = (top + log2f(sum)) * 0.693147180559945f;
 }
 
 // Replaces the outputs of the query heads that are set in `marked` `[b,h]`: their attention to the sinks is merged with
@@ -106,7 +110,7 @@ KERNEL(128, 1, join_rest, const float* queries, const void* keys, const void* va
     if (marked[head] == 0) return;
     const u32* span = spans + 4 * (at / g);
     const float* q = queries + (u64)head * w;
-    float top = minus_infinity(), sum = 0, own = 0;
+    float top = LOWEST, sum = 0, own = 0;
     for (u32 p = span[0]; p < span[0] + span[1]; p++) {
         u64 row = ((u64)at * capacity + p) * w;
         float s = 0;

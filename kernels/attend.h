@@ -59,8 +59,9 @@ struct Running {
 template <u32 D>
 constexpr u32 PITCH = D + 8;
 
-// Attends a warp's 16 items from `item_at` on and folds them into its running result; items from `items` on are left
-// out. A score is the product times `scale[row]`, plus `offset[row]`.
+// Attends a warp's 16 items from `item_at` on and folds them into its running result; items from `items` on get a weight
+// of zero. A score is the product times `scale[row]`, plus `offset[row]`. A score of NaN or infinity makes the sum and
+// the outputs NaN.
 template <bool BFLOAT, u32 D>
 DEVICE void attend_items(Running<D>& run, const u32 (&q)[D / 16][4], const u16* k, const u16* v, u32 item_at,
                          u32 items, const float (&scale)[2], const float (&offset)[2]) {
@@ -86,10 +87,10 @@ UNROLL
         }
         most = fmaxf(most, __shfl_xor_sync(ALL_LANES, most, 1));
         most = fmaxf(most, __shfl_xor_sync(ALL_LANES, most, 2));
-        float shift = finite(most) ? most : 0, keep = exp2f(run.most[r] - shift), sum = 0;
+        float keep = exp2f(run.most[r] - most), sum = 0;
 UNROLL
         for (u32 j = 0; j < 4; j++) {
-            p[r][j] = exp2f(p[r][j] - shift);
+            p[r][j] = exp2f(p[r][j] - most);
             sum += p[r][j];
         }
         run.most[r] = most;
@@ -113,9 +114,10 @@ UNROLL
 }
 
 // Merges the four warps' results in shared memory and stores them for `merge_parts`: outs `[b,g,parts,r,D]`, sums
-// `[b,g,parts,r,2]` (the maximum, and the sum of the exponentials relative to it).
+// `[b,g,parts,r,2]` (the maximum, which is minus infinity in a part without positions and LOWEST or more in any other,
+// and the sum of the exponentials relative to it).
 template <u32 D>
-DEVICE void leave_part(Running<D>& run, float* shared, float* outs, float* sums, u32 r) {
+DEVICE void leave_part(Running<D>& run, float* shared, float* outs, float* sums, u32 r, bool has_positions) {
     float* parts = shared;
     float* outputs = shared + 4 * QUERIES * 2;
 UNROLL
@@ -135,16 +137,19 @@ UNROLL
     u64 to = ((u64)(blockIdx.z * gridDim.y + blockIdx.y) * gridDim.x + blockIdx.x) * r;
     for (u32 i = threadIdx.x; i < r * D; i += 128) {
         u32 row = i / D;
-        float top = minus_infinity(), sum = 0, out = 0;
+        float top = LOWEST, sum = 0, out = 0;
         for (u32 w = 0; w < 4; w++) top = fmaxf(top, parts[2 * (w * QUERIES + row)]);
         for (u32 w = 0; w < 4; w++) {
             const float* part = parts + 2 * (w * QUERIES + row);
-            float weight = finite(part[0]) ? exp2f(part[0] - top) : 0;
+            float weight = exp2f(part[0] - top);
             sum += weight * part[1];
             out += weight * outputs[(w * QUERIES + row) * D + i % D];
         }
         outs[to * D + i] = out;
-        if (i % D == 0) sums[2 * (to + row)] = top, sums[2 * (to + row) + 1] = sum;
+        if (i % D == 0) {
+            sums[2 * (to + row)] = has_positions ? top : minus_infinity();
+            sums[2 * (to + row) + 1] = sum;
+        }
     }
 }
 
@@ -199,7 +204,7 @@ UNROLL
     }
     Running<D> run;
 UNROLL
-    for (u32 i = 0; i < 2; i++) run.most[i] = minus_infinity(), run.sum[i] = 0;
+    for (u32 i = 0; i < 2; i++) run.most[i] = LOWEST, run.sum[i] = 0;
 UNROLL
     for (u32 n = 0; n < D / 8; n++) {
 UNROLL
@@ -221,5 +226,5 @@ UNROLL
     }
     wait_for_copies<0>();
     __syncthreads();
-    leave_part<D>(run, (float*)shared, outs, sums, r);
+    leave_part<D>(run, (float*)shared, outs, sums, r, start < end);
 }

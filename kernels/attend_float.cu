@@ -20,7 +20,7 @@ KERNEL_SHARED(128, 1, 4 * (16 * 128 + 64 * 129 + 16 * 64), attend_float, const f
     keys += (u64)at * capacity * w;
     values += (u64)at * capacity * w;
     for (u32 i = threadIdx.x; i < r * w; i += 128) q[i] = queries[(u64)at * r * w + i];
-    if (threadIdx.x < QUERIES) tops[threadIdx.x] = minus_infinity(), totals[threadIdx.x] = 0;
+    if (threadIdx.x < QUERIES) tops[threadIdx.x] = LOWEST, totals[threadIdx.x] = 0;
     float out[QUERIES] = {};
     for (u32 tile = start; tile < end; tile += ITEMS) {
         u32 items = smaller(ITEMS, end - tile);
@@ -41,12 +41,11 @@ KERNEL_SHARED(128, 1, 4 * (16 * 128 + 64 * 129 + 16 * 64), attend_float, const f
             float most = fmaxf(mine[lane()], mine[lane() + 32]);
             for (u32 step = 16; step > 0; step /= 2) most = fmaxf(most, __shfl_xor_sync(ALL_LANES, most, step));
             most = fmaxf(most, tops[a]);
-            float shift = finite(most) ? most : 0;
-            mine[lane()] = exp2f(mine[lane()] - shift);
-            mine[lane() + 32] = exp2f(mine[lane() + 32] - shift);
+            mine[lane()] = exp2f(mine[lane()] - most);
+            mine[lane() + 32] = exp2f(mine[lane() + 32] - most);
             float sum = warp_sum(mine[lane()] + mine[lane() + 32]);
             if (lane() == 0) {
-                keeps[a] = exp2f(tops[a] - shift);
+                keeps[a] = exp2f(tops[a] - most);
                 totals[a] = totals[a] * keeps[a] + sum;
                 tops[a] = most;
             }
@@ -71,5 +70,8 @@ UNROLL
     for (u32 a = 0; a < QUERIES; a++) {
         if (a < r && channel < w) outs[(to + a) * w + channel] = out[a];
     }
-    if (channel < r) sums[2 * (to + channel)] = tops[channel], sums[2 * (to + channel) + 1] = totals[channel];
+    if (channel < r) {
+        sums[2 * (to + channel)] = start < end ? tops[channel] : minus_infinity();
+        sums[2 * (to + channel) + 1] = totals[channel];
+    }
 }

@@ -3,8 +3,6 @@
 #include "attend.h"
 #include "packed.h"
 
-DEVICE u16 to_half(float v) { return round_to<false>(fminf(fmaxf(v, -65504.0f), 65504.0f)); }
-
 template <u32 D>
 struct PackedRows {
     static constexpr bool BFLOAT = false, CENTRED = true;

@@ -53,6 +53,10 @@ DEVICE void wait_for_earlier() {
 
 DEVICE float minus_infinity() { return __uint_as_float(0xff800000u); }
 
+// The lowest finite float. A running maximum that starts here can be subtracted from minus infinity, the score of an
+// item that is left out, and from itself. Relative to a maximum of infinity, the power of that score is NaN.
+constexpr float LOWEST = -3.402823466e38f;
+
 DEVICE u32 lane() { return threadIdx.x % 32; }
 DEVICE u32 warp() { return threadIdx.x / 32; }
 DEVICE u32 smaller(u32 a, u32 b) { return a < b ? a : b; }

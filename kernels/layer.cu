@@ -96,17 +96,18 @@ KERNEL(256, 1, narrow_rows, const float* rows, float* out, u64 n, u32 w, u32 d) 
 }
 
 // Merges attention over two disjoint sets of positions by their log-sum-exps: ours `[n,w]` with ours_lse `[n]`, others
-// `[n,d + 1]` with their log-sum-exp last; out `[n,d]`, zeros if both sets are empty. Each warp has a row.
+// `[n,d + 1]` with their log-sum-exp last; out `[n,d]`. An empty set has zeros and a log-sum-exp of minus infinity; if
+// both sets are empty, the output is zeros. A NaN in either set stays NaN. Each warp has a row.
 KERNEL(256, 1, join_outputs, const float* ours, const float* ours_lse, const float* others, float* out, u32 n, u32 w,
        u32 d) {
     wait_for_earlier();
     u32 row = blockIdx.x * 8 + warp();
     if (row >= n) return;
-    float mine = ours_lse[row], theirs = others[(u64)row * (d + 1) + d], top = fmaxf(mine, theirs);
-    float a = finite(mine) ? expf(mine - top) : 0.0f, b = finite(theirs) ? expf(theirs - top) : 0.0f, sum = a + b;
+    float mine = ours_lse[row], theirs = others[(u64)row * (d + 1) + d], top = fmaxf(fmaxf(mine, theirs), LOWEST);
+    float a = expf(mine - top), b = expf(theirs - top), sum = a + b;
     for (u32 c = lane(); c < d; c += 32) {
         float v = a * ours[(u64)row * w + c] + b * others[(u64)row * (d + 1) + c];
-        out[(u64)row * d + c] = sum > 0 ? v / sum : 0.0f;
+        out[(u64)row * d + c] = sum == 0 ? v : v / sum;
     }
 }
 

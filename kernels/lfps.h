@@ -32,7 +32,7 @@ DEVICE double warp_score(const float* q, const void* keys, u64 row, double scale
     return scale * (double)warp_sum(sum);
 }
 
-// A running log-sum-exp.
+// A running log-sum-exp; `top` starts at LOWEST, and `sum` at zero.
 struct LogSum {
     double top, sum;
 

@@ -50,7 +50,7 @@ KERNEL(256, 1, lfps_begin, const float* queries, const void* keys, const void* v
         bool is_tested = tests && own[5] > 0;
         u32 result = 0;
         if (is_tested) {
-            LogSum sink = {(double)minus_infinity(), 0}, near = {(double)minus_infinity(), 0};
+            LogSum sink = {(double)LOWEST, 0}, near = {(double)LOWEST, 0};
             for (u32 p = first; p < first + span[1]; p++) sink.add(warp_score(q, keys, rows + p, scale, kind, d, w));
             for (u32 p = local; p < end; p++) near.add(warp_score(q, keys, rows + p, scale, kind, d, w));
             double norm = 0, mean = 0, n = end - start;

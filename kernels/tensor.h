@@ -33,6 +33,13 @@ DEVICE u32 pack(float low, float high) {
     return bits;
 }
 
+// Rounds f32 to f16; values beyond its range become the largest f16, and NaN stays NaN.
+DEVICE u16 to_half(float v) {
+    asm("max.NaN.f32 %0, %0, %1;" : "+f"(v) : "f"(-65504.0f));
+    asm("min.NaN.f32 %0, %0, %1;" : "+f"(v) : "f"(65504.0f));
+    return round_to<false>(v);
+}
+
 // Approximates 2^v with a relative error of up to 2^-22; zero below 2^-126.
 DEVICE float power_of_two(float v) {
     asm("ex2.approx.ftz.f32 %0, %0;" : "+f"(v));
@@ -106,6 +113,7 @@ template <bool BFLOAT>
 DEVICE u16 round_to(float v) {
     if (BFLOAT) {
         u32 bits = __float_as_uint(v);
+        if (v != v) return 0x7fff;
         return (u16)((bits + 0x7fff + (bits >> 16 & 1)) >> 16);
     }
     _Float16 h = (_Float16)v;
@@ -118,6 +126,8 @@ template <bool BFLOAT>
 DEVICE u32 pack(float low, float high) {
     return (u32)round_to<BFLOAT>(low) | (u32)round_to<BFLOAT>(high) << 16;
 }
+
+DEVICE u16 to_half(float v) { return round_to<false>(v != v ? v : fminf(fmaxf(v, -65504.0f), 65504.0f)); }
 
 DEVICE float power_of_two(float v) { return exp2f(v); }
 
