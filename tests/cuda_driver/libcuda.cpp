@@ -1,5 +1,6 @@
 // A CUDA driver that runs kvsmith's kernels on the CPU: what the program calls of libcuda, for tests of the host
-// code on machines without a GPU. Environment variables:
+// code on machines without a GPU. It exports what the libcuda of CUDA 12.0 has, and nothing newer, so that a call that
+// an old driver lacks fails here as it does there. Environment variables:
 //
 // - FAKE_CUDA names what goes wrong;
 // - FAKE_CUDA_CHIP is the compute capability, 80, 86 or 90, with the limits of that chip;
@@ -193,11 +194,9 @@ CALL(cuEventSynchronize, Event* event) {
     if (event->copies >= arriving.size()) arriving.clear();
     return event->copies = 0, SUCCESS;
 }
-static int elapsed(float* milliseconds, const Event* start, const Event* end) {
+CALL(cuEventElapsedTime, float* milliseconds, const Event* start, const Event* end) {
     return *milliseconds = std::chrono::duration<float, std::milli>(end->time - start->time).count(), SUCCESS;
 }
-CALL(cuEventElapsedTime, float* milliseconds, const Event* start, const Event* end) { return elapsed(milliseconds, start, end); }
-CALL(cuEventElapsedTime_v2, float* milliseconds, const Event* start, const Event* end) { return elapsed(milliseconds, start, end); }
 CALL(cuMemFree_v2, uint64_t at) { return flush(), free((void*)at), SUCCESS; }
 CALL(cuMemcpyHtoD_v2, uint64_t to, const void* from, size_t size) {
     return flush(), memcpy((void*)to, from, size), SUCCESS;
