@@ -10,10 +10,12 @@ struct PlainRows {
     DEVICE float weight(u32) const { return 1; }
     DEVICE float centre(u32) const { return 0; }
 
-    // Starts copying a tile. Beyond the last item it copies the last item again; attend_items ignores the scores of
-    // these copies.
-    // All positions are read before the first copy, which no load passes.
-    DEVICE void fill(u16* k, u16* v, const Attended& span, u32 start, u32 end) const {
+    DEVICE void fill_keys(u16* to, const Attended& span, u32 start, u32 end) const { fill(to, keys, span, start, end); }
+    DEVICE void fill_values(u16* to, const Attended& span, u32 start, u32 end) const { fill(to, values, span, start, end); }
+
+    // Starts copying a tile. Beyond the last item it copies the last item again; score_items gives these copies no
+    // weight. All positions are read before the first copy, which no load passes.
+    DEVICE static void fill(u16* to, const u16* rows, const Attended& span, u32 start, u32 end) {
         constexpr u32 COPIES = ITEMS * (D / 8) / 128;
         u32 positions[COPIES];
 UNROLL
@@ -23,9 +25,7 @@ UNROLL
 UNROLL
         for (u32 n = 0; n < COPIES; n++) {
             u32 i = n * 128 + threadIdx.x, row = i / (D / 8), eighth = i % (D / 8);
-            u64 from = (u64)positions[n] * D + eighth * 8;
-            copy_16_bytes(k + row * PITCH<D> + eighth * 8, keys + from);
-            copy_16_bytes(v + row * PITCH<D> + eighth * 8, values + from);
+            copy_16_bytes(to + row * PITCH<D> + eighth * 8, rows + (u64)positions[n] * D + eighth * 8);
         }
     }
 };

@@ -59,12 +59,12 @@ struct Running {
 template <u32 D>
 constexpr u32 PITCH = D + 8;
 
-// Attends a warp's 16 items from `item_at` on and folds them into its running result; items from `items` on get a weight
-// of zero. A score is the product times `scale[row]`, plus `offset[row]`. A score of NaN or infinity makes the sum and
-// the outputs NaN.
+// Scores a warp's 16 items from `item_at` on, folds their exponentials into its running sums, scales its running outputs
+// to them, and returns them as the weights of the values; items from `items` on get a weight of zero. A score is the
+// product times `scale[row]`, plus `offset[row]`. A score of NaN or infinity makes the sum and the outputs NaN.
 template <bool BFLOAT, u32 D>
-DEVICE void attend_items(Running<D>& run, const u32 (&q)[D / 16][4], const u16* k, const u16* v, u32 item_at,
-                         u32 items, const float (&scale)[2], const float (&offset)[2]) {
+DEVICE void score_items(u32 (&weights)[4], Running<D>& run, const u32 (&q)[D / 16][4], const u16* k, u32 item_at,
+                        u32 items, const float (&scale)[2], const float (&offset)[2]) {
     float scores[2][4] = {};
     u32 row = item_at + lane() % 8 + lane() / 16 * 8;
 UNROLL
@@ -101,15 +101,20 @@ UNROLL
             run.out[n][r * 2 + 1] *= keep;
         }
     }
-    u32 a[4] = {pack<BFLOAT>(p[0][0], p[0][1]), pack<BFLOAT>(p[1][0], p[1][1]), pack<BFLOAT>(p[0][2], p[0][3]),
-                pack<BFLOAT>(p[1][2], p[1][3])};
-    row = item_at + lane() % 16;
+    weights[0] = pack<BFLOAT>(p[0][0], p[0][1]), weights[1] = pack<BFLOAT>(p[1][0], p[1][1]);
+    weights[2] = pack<BFLOAT>(p[0][2], p[0][3]), weights[3] = pack<BFLOAT>(p[1][2], p[1][3]);
+}
+
+// Adds the values of a warp's 16 items from `item_at` on to its running outputs, by their weights.
+template <bool BFLOAT, u32 D>
+DEVICE void add_values(Running<D>& run, const u32 (&weights)[4], const u16* v, u32 item_at) {
+    u32 row = item_at + lane() % 16;
 UNROLL
     for (u32 n = 0; n < D / 16; n++) {
         u32 b[4];
         load_matrices_transposed(b, v + row * PITCH<D> + n * 16 + lane() / 16 * 8);
-        multiply_add<BFLOAT>(run.out[2 * n], a, b[0], b[1]);
-        multiply_add<BFLOAT>(run.out[2 * n + 1], a, b[2], b[3]);
+        multiply_add<BFLOAT>(run.out[2 * n], weights, b[0], b[1]);
+        multiply_add<BFLOAT>(run.out[2 * n + 1], weights, b[2], b[3]);
     }
 }
 
@@ -154,7 +159,8 @@ UNROLL
 }
 
 // Attends a block's share of the positions with 128 threads. `Store` fills tiles of K and V, `[ITEMS,PITCH]` each, and
-// tells, per channel, how its stored keys relate to the true ones: k = centre + weight * stored.
+// tells, per channel, how its stored keys relate to the true ones: k = centre + weight * stored. Two tiles of each have
+// a place, which is filled again as soon as all warps are done with it, so that the memory is never idle.
 template <class Store, u32 D>
 DEVICE void attend(const Store& store, u16* shared, const float* queries, const u32* spans, const u32* lists,
                    const u32* listed, float* outs, float* sums, float scale, u32 r, u32 most) {
@@ -210,19 +216,29 @@ UNROLL
 UNROLL
         for (u32 i = 0; i < 4; i++) run.out[n][i] = 0;
     }
-    if (start < end) store.fill(shared, shared + TILE_OF, span, start, end);
+    u16* const values = shared + 2 * TILE_OF;
+    if (start < end) store.fill_keys(shared, span, start, end);
+    end_of_copies();
+    if (start < end) store.fill_values(values, span, start, end);
+    end_of_copies();
+    if (start + ITEMS < end) store.fill_keys(shared + TILE_OF, span, start + ITEMS, end);
     end_of_copies();
     u32 stage = 0;
     for (u32 tile = start; tile < end; tile += ITEMS, stage ^= 1) {
-        wait_for_copies<0>();
-        // The tile has arrived for all threads, and all have finished the previous one, whose space is free again.
+        // The keys have arrived for all threads, and all are done with the values of the tile before.
+        wait_for_copies<2>();
         __syncthreads();
-        u16* next = shared + (stage ^ 1) * 2 * TILE_OF;
-        if (tile + ITEMS < end) store.fill(next, next + TILE_OF, span, tile + ITEMS, end);
+        if (tile + ITEMS < end) store.fill_values(values + (stage ^ 1) * TILE_OF, span, tile + ITEMS, end);
         end_of_copies();
-        const u16* k = shared + stage * 2 * TILE_OF;
-        attend_items<Store::BFLOAT, D>(run, q, k, k + TILE_OF, warp() * 16, smaller(ITEMS, end - tile), scales,
-                                       offsets);
+        u32 weights[4];
+        score_items<Store::BFLOAT, D>(weights, run, q, shared + stage * TILE_OF, warp() * 16,
+                                      smaller(ITEMS, end - tile), scales, offsets);
+        // The values have arrived, and all are done with the keys.
+        wait_for_copies<2>();
+        __syncthreads();
+        if (tile + 2 * ITEMS < end) store.fill_keys(shared + stage * TILE_OF, span, tile + 2 * ITEMS, end);
+        end_of_copies();
+        add_values<Store::BFLOAT, D>(run, weights, values + stage * TILE_OF, warp() * 16);
     }
     wait_for_copies<0>();
     __syncthreads();

@@ -12,36 +12,46 @@ struct PackedRows {
     DEVICE float weight(u32 c) const { return c < d ? of.alpha[c] : 0.0f; }
     DEVICE float centre(u32 c) const { return c < d ? of.centre[c] : 0.0f; }
 
-    // Dequantises a tile, two threads per row. Beyond the last item it dequantises the last item again.
-    DEVICE void fill(u16* k, u16* v, const Attended& span, u32 start, u32 end) const {
-        u32 row = threadIdx.x / 2, groups = (d + 31) / 32;
-        u32 p = span.position(smaller(start + row, end - 1)), slot = of.find_full(p, n_full);
-        for (u32 eighth = threadIdx.x % 2; eighth < D / 8; eighth += 2) {
-            u32 c = eighth * 8, packed_k[4] = {}, packed_v[4] = {};
+    // Dequantise a tile, two threads per row. Beyond the last item they dequantise the last item again.
+    DEVICE void fill_keys(u16* to, const Attended& span, u32 start, u32 end) const {
+        u32 row = threadIdx.x / 2, p = span.position(smaller(start + row, end - 1)), slot = of.find_full(p, n_full);
+        for (u32 c = threadIdx.x % 2 * 8; c < D; c += 16) {
+            u32 packed[4] = {};
             if (c < d && slot < n_full) {
                 for (u32 i = 0; i < 8; i += 2) {
-                    const u16 *key = of.full_keys + slot * d + c + i, *value = of.full_values + slot * d + c + i;
-                    packed_k[i / 2] = (u32)to_half(widen<false>(key[0]) / of.alpha[c + i]) |
-                                      (u32)to_half(widen<false>(key[1]) / of.alpha[c + i + 1]) << 16;
-                    packed_v[i / 2] = value[0] | (u32)value[1] << 16;
+                    const u16* key = of.full_keys + slot * d + c + i;
+                    packed[i / 2] = (u32)to_half(widen<false>(key[0]) / of.alpha[c + i]) |
+                                    (u32)to_half(widen<false>(key[1]) / of.alpha[c + i + 1]) << 16;
                 }
             } else if (c < d) {
-                u32 key = of.key_bits[(u64)p * (d / 8) + eighth], value = of.value_bits[(u64)p * (d / 8) + eighth];
                 u32 sign = of.signs[(u64)p * (pitch / 4) + c / 32] >> (c % 32);
-                u32 key_param = of.key_params[(u64)p * groups + c / 32];
-                u32 value_param = of.value_params[(u64)p * groups + c / 32];
-                float key_scale = widen<false>((u16)key_param), key_zero = widen<false>((u16)(key_param >> 16));
-                float scale = widen<false>((u16)value_param), zero = widen<false>((u16)(value_param >> 16));
-UNROLL
-                for (u32 i = 0; i < 8; i++) {
-                    float x = fmaf((float)(key >> (2 * i) & 3), key_scale, key_zero);
-                    if (is_signed && !(sign >> i & 1)) x = -x;
-                    packed_k[i / 2] |= (u32)to_half(x) << (i % 2 * 16);
-                    packed_v[i / 2] |= (u32)to_half(fmaf((float)(value >> (2 * i) & 3), scale, zero)) << (i % 2 * 16);
-                }
+                dequantise(packed, of.key_bits, of.key_params, p, c, is_signed ? ~sign : 0);
             }
-            *(uint4*)&k[row * PITCH<D> + c] = {packed_k[0], packed_k[1], packed_k[2], packed_k[3]};
-            *(uint4*)&v[row * PITCH<D> + c] = {packed_v[0], packed_v[1], packed_v[2], packed_v[3]};
+            *(uint4*)&to[row * PITCH<D> + c] = {packed[0], packed[1], packed[2], packed[3]};
+        }
+    }
+    DEVICE void fill_values(u16* to, const Attended& span, u32 start, u32 end) const {
+        u32 row = threadIdx.x / 2, p = span.position(smaller(start + row, end - 1)), slot = of.find_full(p, n_full);
+        for (u32 c = threadIdx.x % 2 * 8; c < D; c += 16) {
+            u32 packed[4] = {};
+            if (c < d && slot < n_full) {
+                const u16* value = of.full_values + slot * d + c;
+                for (u32 i = 0; i < 8; i += 2) packed[i / 2] = value[i] | (u32)value[i + 1] << 16;
+            } else if (c < d) {
+                dequantise(packed, of.value_bits, of.value_params, p, c, 0);
+            }
+            *(uint4*)&to[row * PITCH<D> + c] = {packed[0], packed[1], packed[2], packed[3]};
+        }
+    }
+
+    // Dequantises eight channels of a row from channel c on; those whose bit of `negative` is set change their sign.
+    DEVICE void dequantise(u32 (&out)[4], const u16* bits, const u32* params, u32 p, u32 c, u32 negative) const {
+        u32 own = bits[(u64)p * (d / 8) + c / 8], param = params[(u64)p * ((d + 31) / 32) + c / 32];
+        float scale = widen<false>((u16)param), zero = widen<false>((u16)(param >> 16));
+UNROLL
+        for (u32 i = 0; i < 8; i++) {
+            float x = fmaf((float)(own >> (2 * i) & 3), scale, zero);
+            out[i / 2] |= (u32)to_half(negative >> i & 1 ? -x : x) << (i % 2 * 16);
         }
     }
 };
