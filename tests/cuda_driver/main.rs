@@ -65,6 +65,7 @@ fn main() -> ExitCode {
     add("unfit", model::unfit);
     add("everything", model::everything);
     add("not_finite", model::not_finite);
+    add("not_finite_key", model::not_finite_key);
     add("largest", chips::largest);
     add("same_tokens", chips::same_tokens);
     add("recorded_launches", chips::recorded_launches);

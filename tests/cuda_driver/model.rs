@@ -438,41 +438,64 @@ pub fn small(driver: &Path) {
     assert!(stderr.contains("hint: "), "{stderr}");
 }
 
+/// Writes a llama of two query heads and one KV head, with a head of its own, whose tensors have the values that `value`
+/// gives for their names, rows and columns.
+fn write_model(
+    dir: &Path,
+    [hidden, head_dim, vocab, layers]: [usize; 4],
+    value: impl Fn(&str, usize, usize) -> f32,
+) {
+    let config = object!({
+        "model_type": "llama", "hidden_size": hidden, "intermediate_size": hidden, "num_hidden_layers": layers,
+        "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": head_dim, "vocab_size": vocab,
+        "rms_norm_eps": 1e-5, "rope_theta": 1e4, "max_position_embeddings": 64, "tie_word_embeddings": false,
+        "hidden_act": "silu",
+    });
+    std::fs::create_dir(dir).unwrap();
+    std::fs::write(dir.join("config.json"), config.to_string()).unwrap();
+    let tensor = |name: &str, shape: &[usize]| {
+        let columns = *shape.last().unwrap();
+        let values: Vec<f32> = (0..shape.iter().product())
+            .map(|i: usize| value(name, i / columns, i % columns))
+            .collect();
+        Tensor::new(&format!("{name}.weight"), shape, &values)
+    };
+    let mut tensors = vec![
+        tensor("model.embed_tokens", &[vocab, hidden]),
+        tensor("model.norm", &[hidden]),
+        tensor("lm_head", &[vocab, hidden]),
+    ];
+    for layer in 0..layers {
+        for (name, shape) in [
+            ("input_layernorm", &[hidden][..]),
+            ("post_attention_layernorm", &[hidden]),
+            ("self_attn.q_proj", &[2 * head_dim, hidden]),
+            ("self_attn.k_proj", &[head_dim, hidden]),
+            ("self_attn.v_proj", &[head_dim, hidden]),
+            ("self_attn.o_proj", &[hidden, 2 * head_dim]),
+            ("mlp.gate_proj", &[hidden, hidden]),
+            ("mlp.up_proj", &[hidden, hidden]),
+            ("mlp.down_proj", &[hidden, hidden]),
+        ] {
+            tensors.push(tensor(&format!("model.layers.{layer}.{name}"), shape));
+        }
+    }
+    let weights = NewFile::create(&dir.join("model.safetensors")).unwrap();
+    store::write(weights, &tensors, None).unwrap();
+}
+
+/// A small number for a row and a column.
+fn small_number(row: usize, column: usize) -> f32 {
+    ((row * 3 + column) % 7) as f32 * 0.1 - 0.3
+}
+
 /// A model whose attention no kernel is made for is refused, and runs on the CPU where no device was asked for.
 pub fn unfit(driver: &Path) {
     let dir = tempfile::tempdir().unwrap();
     let at = dir.path().display();
-    let (hidden, width, vocab) = (64, 160, 64);
-    let config = object!({
-        "model_type": "llama", "hidden_size": hidden, "intermediate_size": hidden, "num_hidden_layers": 1,
-        "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": width, "vocab_size": vocab,
-        "rms_norm_eps": 1e-5, "rope_theta": 1e4, "max_position_embeddings": 64, "tie_word_embeddings": true,
-        "hidden_act": "silu",
+    write_model(&dir.path().join("model"), [64, 160, 64, 1], |_, row, column| {
+        small_number(row, column)
     });
-    std::fs::create_dir(dir.path().join("model")).unwrap();
-    std::fs::write(dir.path().join("model/config.json"), config.to_string()).unwrap();
-    let tensor = |name: &str, shape: &[usize]| {
-        let values: Vec<f32> = (0..shape.iter().product())
-            .map(|i: usize| (i % 7) as f32 * 0.1 - 0.3)
-            .collect();
-        Tensor::new(name, shape, &values)
-    };
-    let layer = |name: &str, shape: &[usize]| tensor(&format!("model.layers.0.{name}.weight"), shape);
-    let tensors = [
-        tensor("model.embed_tokens.weight", &[vocab, hidden]),
-        tensor("model.norm.weight", &[hidden]),
-        layer("input_layernorm", &[hidden]),
-        layer("post_attention_layernorm", &[hidden]),
-        layer("self_attn.q_proj", &[2 * width, hidden]),
-        layer("self_attn.k_proj", &[width, hidden]),
-        layer("self_attn.v_proj", &[width, hidden]),
-        layer("self_attn.o_proj", &[hidden, 2 * width]),
-        layer("mlp.gate_proj", &[hidden, hidden]),
-        layer("mlp.up_proj", &[hidden, hidden]),
-        layer("mlp.down_proj", &[hidden, hidden]),
-    ];
-    let weights = NewFile::create(&dir.path().join("model/model.safetensors")).unwrap();
-    store::write(weights, &tensors, None).unwrap();
     std::fs::write(dir.path().join("ids"), "[[3,4,5,6,7,8]]").unwrap();
     let run = |device: &str| {
         let arguments = format!("run --json --model {at}/model --tokens {at}/ids --max-new 2 --method full");
@@ -494,6 +517,54 @@ pub fn unfit(driver: &Path) {
     let arguments = format!("dump --model {at}/model --tokens {at}/ids --wrope-position 8 -o {at}/dump");
     kvsmith(driver, &arguments).ok();
     assert_eq!(dump_device(&dir.path().join("dump")), "cpu");
+}
+
+/// A key that a step makes, and that is not finite once it is cached or times a query, ends the run as it does on the CPU.
+pub fn not_finite_key(driver: &Path) {
+    const SPIKE: usize = 7;
+    let dir = tempfile::tempdir().unwrap();
+    let at = dir.path().display();
+    // Token 7 alone has something in channel 1, whose queries and keys in the second layer are beyond the range of f16,
+    // and their products beyond that of f32. It follows every token, and is not in the prompt.
+    let value = |name: &str, row: usize, column: usize| match (name, column) {
+        ("model.embed_tokens", 0) => 1.0,
+        ("model.embed_tokens", 1) => f32::from(u8::from(row == SPIKE)),
+        ("lm_head", _) => f32::from(u8::from(row == SPIKE && column == 0)),
+        ("model.layers.1.self_attn.q_proj", 1) => [1e20, -1e20][row % 2],
+        ("model.layers.1.self_attn.k_proj", 1) => 1e20,
+        _ if name.ends_with("norm") => 1.0,
+        // What a layer adds stays small, and leaves the first two channels as they are.
+        _ if name.ends_with("o_proj") || name.ends_with("down_proj") => match row {
+            0 | 1 => 0.0,
+            _ => 0.01 * small_number(row, column),
+        },
+        _ => small_number(row, column),
+    };
+    write_model(&dir.path().join("model"), [16, 16, 8, 2], value);
+    std::fs::write(dir.path().join("ids"), "[[3,4,5,6]]").unwrap();
+    let run = |device: &str, kv: &str, tokens: usize| {
+        let arguments = format!(
+            "run --json --model {at}/model --tokens {at}/ids --method full --ignore-eos --max-new {tokens} \
+             --device {device} --kv {kv}"
+        );
+        kvsmith(driver, &arguments)
+    };
+    for (device, kv) in [
+        ("cpu", "f16"),
+        ("cuda", "f16"),
+        ("cuda", "bf16"),
+        ("cuda", "f32"),
+        ("cuda", "host"),
+    ] {
+        // The first token comes from the prompt, which is finite.
+        let first = run(device, kv, 1).json();
+        assert_eq!(first["ids"], object!([SPIKE]), "{device} {kv}");
+        run(device, kv, 3).fails(
+            1,
+            "the hidden states after layer 1 contain NaN or infinite values, although the weights are finite",
+            "its activations overflow",
+        );
+    }
 }
 
 /// A checkpoint with a NaN is named, as on the CPU.

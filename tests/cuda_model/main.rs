@@ -7,6 +7,7 @@ mod emulated;
 mod forward;
 #[path = "../backends/gpus.rs"]
 mod gpus;
+mod near_ties;
 mod rounded;
 mod session;
 
@@ -15,5 +16,9 @@ use std::process::ExitCode;
 use gpus::Check;
 
 fn main() -> ExitCode {
-    gpus::run(|| forward::cases().into_iter().chain(session::cases()).collect())
+    gpus::run(|| {
+        let near_ties: (String, Check) = ("near_ties".to_owned(), Box::new(|_| near_ties::check()));
+        let cases = forward::cases().into_iter().chain(session::cases());
+        cases.chain([near_ties]).collect()
+    })
 }

@@ -5,11 +5,13 @@ use kvsmith::cuda::Body;
 use kvsmith::cuda::backend::CudaBackend;
 use kvsmith::flags::Precision;
 use kvsmith::kv::KvType;
-use kvsmith::kv::sample::{Sampler, Sampling};
+use kvsmith::kv::sample::{Sampler, Sampling, greedy};
 use kvsmith::runner::{Backend, Session};
 
 use super::Check;
-use super::common::golden::{Golden, all, generate, options, worst};
+use super::common::golden::{Golden, all, generate, options};
+use super::forward::same_replies;
+use super::near_ties::{self, greedy_agreeing};
 
 pub fn cases() -> Vec<(String, Check)> {
     let mut cases: Vec<(String, Check)> = Vec::new();
@@ -28,7 +30,8 @@ pub fn cases() -> Vec<(String, Check)> {
     cases
 }
 
-/// Several sequences at once are what each is alone, from empty caches on.
+/// Several sequences at once are what each is alone, from empty caches on, but for near ties: products of three rows may
+/// be summed in another order than those of one.
 fn batch(driver: &dyn Driver, golden: &Golden) {
     const STEPS: usize = 20;
     let vocab = golden.decoder.config.vocab_size as u32;
@@ -44,15 +47,14 @@ fn batch(driver: &dyn Driver, golden: &Golden) {
         for step in 0..STEPS {
             let ids: Vec<u32> = (0..3).map(|s| token(s, step)).collect();
             together.feed(&ids, step, None).unwrap();
-            let expected: Vec<u32> = alone
-                .iter_mut()
-                .zip(&ids)
-                .map(|(one, id)| {
-                    one.feed(&[*id], step, None).unwrap();
-                    one.choices().unwrap()[0]
-                })
-                .collect();
-            assert_eq!(together.choices().unwrap(), expected, "step {step}");
+            let found = together.choices().unwrap();
+            for ((one, id), found) in alone.iter_mut().zip(&ids).zip(found) {
+                one.feed(&[*id], step, None).unwrap();
+                let (logits, own) = (one.logits().unwrap(), one.choices().unwrap()[0]);
+                let bound = near_ties::bound(&golden.decoder, step + 1, &logits);
+                near_ties::agrees(found, &logits, bound, |logits| greedy(logits).unwrap());
+                assert_eq!(own, greedy(logits.view()).unwrap(), "step {step}");
+            }
         }
         let read = together.shares(STEPS).unwrap().read;
         let expected: f64 = alone.iter().map(|one| one.shares(STEPS).unwrap().read).sum();
@@ -62,6 +64,11 @@ fn batch(driver: &dyn Driver, golden: &Golden) {
 
 /// A budget of everything, and caches that are full.
 fn everything(driver: &dyn Driver, golden: &Golden) {
+    let exact = golden.method("full");
+    let mut on_cpu =
+        Session::on_cpu(&golden.decoder, exact.as_ref(), options("1.0", KvType::F32), 80).unwrap();
+    let (tokens, expected) = generate(&mut on_cpu, &golden.ids, 24);
+    assert_eq!(tokens, golden.greedy(), "the CPU's");
     for method in ["topk", "streaming", "random", "selfindex"] {
         let d = golden.decoder.config.head_dim;
         if method == "selfindex" && !d.is_multiple_of(4) {
@@ -73,7 +80,7 @@ fn everything(driver: &dyn Driver, golden: &Golden) {
         let backend = CudaBackend::new(body, method.as_ref(), options("1.0", KvType::F32), 1, room).unwrap();
         let mut session = Session::new(backend);
         let (tokens, _) = generate(&mut session, &golden.ids, 24);
-        assert_eq!(tokens, golden.greedy());
+        greedy_agreeing(&golden.decoder, &tokens, &expected, golden.ids.len());
         assert_eq!(session.shares().unwrap().read, 1.0);
         let mut full = None;
         for _ in 0..9 {
@@ -94,17 +101,8 @@ fn full(driver: &dyn Driver, golden: &Golden) {
     let body = Body::load(driver, &golden.decoder, Precision::F32).unwrap();
     let mut session = Session::new(CudaBackend::new(body, method.as_ref(), options, 1, 80).unwrap());
     let mut twin = Session::on_cpu(&golden.decoder, method.as_ref(), options, 80).unwrap();
-    let (tokens, logits) = generate(&mut session, &golden.ids, 24);
-    assert_eq!(tokens, golden.greedy());
-    let (_, expected) = generate(&mut twin, &golden.ids, 24);
-    for (a, b) in logits.iter().zip(&expected) {
-        assert!(worst(a, b) < 1e-3, "logits off by {}", worst(a, b));
-    }
-    let turn = [*tokens.last().unwrap(), 5, 6, 7, 8];
-    let (actual, expected) = (generate(&mut session, &turn, 6), generate(&mut twin, &turn, 6));
-    assert_eq!(actual.0, expected.0);
-    for (a, b) in actual.1.iter().zip(&expected.1) {
-        assert!(worst(a, b) < 1e-3, "logits off by {}", worst(a, b));
+    if !same_replies(&mut session, &mut twin, golden) {
+        return;
     }
     assert_eq!(session.positions(), twin.positions());
     assert_eq!(session.shares().unwrap().read, 1.0);
@@ -132,6 +130,8 @@ fn full(driver: &dyn Driver, golden: &Golden) {
             sampler
         };
         let next = session.next(9, &mut sampler()).unwrap();
-        assert_eq!(next, twin.next(9, &mut sampler()).unwrap());
+        let logits = twin.step(9).unwrap();
+        let bound = near_ties::bound(&golden.decoder, twin.positions(), &logits);
+        near_ties::agrees(next, &logits, bound, |logits| sampler().next(logits).unwrap());
     }
 }

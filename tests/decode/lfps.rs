@@ -25,6 +25,8 @@ pub struct Special {
     sinks_lead: f32,
     /// How many heads, at the start of a group, always look at the sinks; others do in odd steps.
     looking: usize,
+    /// Whether the first sink has scores of minus infinity, for heads that look at the sinks.
+    hidden_sink: bool,
 }
 
 pub type Case = cases::Case<Special>;
@@ -39,6 +41,7 @@ fn with_turn(name: &str, float: Float, sizes: [usize; 4], n: usize, turn: usize,
         params: cpu::LfpsParams::default(),
         sinks_lead: 0.0,
         looking: 0,
+        hidden_sink: false,
     };
     let case = Case::new(name, sizes, n, turn + STEPS + 2, special);
     case.float(float).budget(budget)
@@ -66,6 +69,7 @@ pub fn cases() -> Vec<Case> {
             case("all_bypassed", Float::Bf16, [1, 2, 2, 128], 300, share(0.1)),
             2,
         ),
+        lead(case("hidden_sink", f32, [1, 2, 2, 64], 300, share(0.1)), 2).with(|s| s.hidden_sink = true),
         lead(case("no_bypass", f32, [1, 2, 4, 64], 300, share(0.1)), 1).with(|s| s.params.lfps_theta = 1.0),
         lead(case("sliding", f32, [2, 1, 4, 64], 500, share(0.1)), 0).model_window(300),
         // The factors of the tables pass the least that they may be.
@@ -109,6 +113,10 @@ impl Trajectory {
             .flat_map(|head| head.chunks_mut(d).take(case.limits.sinks))
         {
             key[0] = lead;
+        }
+        if special.hidden_sink {
+            keys.chunks_mut(total * d)
+                .for_each(|head| head[0] = f32::NEG_INFINITY);
         }
         for (head, queries) in queries.chunks_mut(total * d).enumerate() {
             let taste = normals(&mut rng, d);
@@ -168,9 +176,11 @@ fn prompted(case: &Case, rows: &Trajectory, at: usize, n: usize) -> (cpu::Lfps, 
     (head, kv)
 }
 
-/// The largest sum of magnitudes in a scaled product of a query with a key.
+/// The largest sum of magnitudes in a scaled product of a query with a key; infinite channels, which leave a key no
+/// weight, do not count.
 fn largest_product(queries: ArrayView2<f32>, keys: ArrayView2<f32>) -> f64 {
-    let magnitudes = |rows: ArrayView2<f32>| rows.mapv(|x| f64::from(x).abs());
+    let magnitude = |x: f32| if x.is_finite() { f64::from(x).abs() } else { 0.0 };
+    let magnitudes = |rows: ArrayView2<f32>| rows.mapv(magnitude);
     let products = magnitudes(queries).dot(&magnitudes(keys).t());
     products.iter().copied().fold(0.0, f64::max) / (queries.ncols() as f64).sqrt()
 }
@@ -282,11 +292,11 @@ fn check_purpose(case: &Case, bypassed: usize, chosen: usize) {
     let heads = case.shape.query_heads() * STEPS;
     match &case.name[..] {
         "bypass" => assert!(bypassed > heads / 4 && bypassed < heads, "{bypassed} of {heads}"),
-        "all_bypassed" => assert_eq!(bypassed, heads),
+        "all_bypassed" | "hidden_sink" => assert_eq!(bypassed, heads),
         "no_bypass" => assert_eq!(bypassed, 0),
         _ => {}
     }
-    let any = !matches!(&case.name[..], "no_candidates" | "all_bypassed");
+    let any = !matches!(&case.name[..], "no_candidates" | "all_bypassed" | "hidden_sink");
     assert_eq!(chosen > 0, any, "{chosen} positions");
 }
 

@@ -15,6 +15,7 @@ mod gpus;
 mod held;
 mod lfps;
 mod linear;
+mod not_finite;
 mod packed;
 mod prefill;
 mod prompt;
@@ -31,15 +32,22 @@ use gpus::Check;
 
 fn main() -> ExitCode {
     gpus::run(|| {
-        let refused: [(&str, Check); 3] = [
+        let alone: [(&str, Check); 4] = [
             ("linear::together", Box::new(linear::check_together)),
             ("linear::refused", Box::new(linear::check_refused)),
             ("prefill::refused", Box::new(prefill::check_refused)),
+            ("not_finite::join", Box::new(not_finite::check_join)),
         ];
-        let others = refused.map(|(name, check)| (name.to_owned(), check));
+        let others = alone.map(|(name, check)| (name.to_owned(), check));
         [
             trials("attend", attend::cases(), attend::check),
             trials("attend_packed", packed::cases(), packed::check),
+            trials("not_finite", not_finite::cases(), not_finite::check),
+            trials(
+                "not_finite_packed",
+                not_finite::packed_cases(),
+                not_finite::check_packed,
+            ),
             trials("linear", linear::cases(), linear::check),
             trials("sample", sample::cases(), sample::check),
             trials("prefill", prefill::cases(), prefill::check),
