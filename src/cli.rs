@@ -8,7 +8,7 @@ use clap::{ArgMatches, CommandFactory, FromArgMatches, Parser, Subcommand};
 use crate::cmd::args::Global;
 use crate::cmd::sections::SectionCommand;
 use crate::cmd::{
-    bench, calibrate, completions, dump, eval, inspect, merge, moments, pack, plan, print_failure,
+    bench, calibrate, completions, dump, eval, gpu_check, inspect, merge, moments, pack, plan, print_failure,
     print_refusal, report, run, status, verdict,
 };
 use crate::compute::cuda::kernels;
@@ -213,6 +213,8 @@ pub enum Command {
     Eval(eval::Args),
     /// Measure the speed of single operations and of decode steps
     Bench(bench::Args),
+    /// Check every kernel on this machine's NVIDIA GPU; --device auto uses a GPU that has passed
+    GpuCheck(gpu_check::Args),
     /// Print a shell completion script
     Completions(completions::Args),
     /// Print the manual page
@@ -269,6 +271,7 @@ fn start(cli: &Cli) -> Result<()> {
         Command::Run(args) => run::run(args, global),
         Command::Eval(args) => eval::run(args, global),
         Command::Bench(args) => bench::run(args, global),
+        Command::GpuCheck(args) => gpu_check::run(args, global),
         Command::Completions(args) => completions::run(args, Cli::described()),
         Command::Man => completions::man(&Cli::described()),
     }

@@ -100,7 +100,7 @@ pub fn parse_float(text: &str) -> Result<Float, String> {
 /// The device that does a command's work.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
 pub enum DeviceFlag {
-    /// An NVIDIA GPU if there is one that can run the command, else the CPU; never wgpu.
+    /// An NVIDIA GPU that has passed `kvsmith gpu-check` and can run the command, else the CPU; never wgpu.
     Auto,
     /// The CPU.
     Cpu,

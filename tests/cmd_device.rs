@@ -26,7 +26,7 @@ fn main() -> ExitCode {
         ("wgpu", flags::DeviceFlag::Wgpu),
         ("cuda", flags::DeviceFlag::Cuda),
     ] {
-        let missing = compute::open(device, &|_| {}).err();
+        let missing = compute::open(device, &|_| false, &|_| {}).err();
         if let Some(reason) = &missing {
             eprintln!("{name}: ignored, {reason}");
         }

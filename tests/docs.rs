@@ -4,7 +4,7 @@
 use std::path::Path;
 use std::process::Command;
 
-use crate::common::{golden, root};
+use crate::common::{golden, no_cache, root};
 use kvsmith::artifact::Artifact;
 use kvsmith::method::a2ats::Codebooks;
 use kvsmith::method::lfps::priors::{Priors, SCALARS};
@@ -33,6 +33,7 @@ fn python_reads((positions, center): (&str, &str)) {
     let tokens = dir.path().join("tokens.json");
     std::fs::write(&tokens, json!([ids]).to_string()).unwrap();
     let status = Command::new(env!("CARGO_BIN_EXE_kvsmith"))
+        .env("XDG_CACHE_HOME", no_cache())
         .args([
             "calibrate",
             "-q",

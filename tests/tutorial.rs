@@ -3,7 +3,7 @@
 use std::path::Path;
 use std::process::Command;
 
-use crate::common::root;
+use crate::common::{no_cache, root};
 use serde_json::Value;
 
 /// Returns the shell blocks of the tutorial as one script, whose variables are set to the bundled model and texts.
@@ -59,6 +59,7 @@ fn every_command_works() {
         .args(["-eu", "-c", &script])
         .current_dir(&dir)
         .env("PATH", path)
+        .env("XDG_CACHE_HOME", no_cache())
         .output()
         .unwrap();
     let (stdout, stderr) = (

@@ -7,7 +7,12 @@ use std::sync::atomic::AtomicBool;
 use clap::Args;
 use clap::builder::{PathBufValueParser, TypedValueParser};
 
+use super::gpu_check::stamp::Stamp;
 use crate::compute;
+use crate::compute::cpu::Cpu;
+use crate::compute::cuda::Cuda;
+use crate::compute::cuda::driver::Driver;
+use crate::compute::cuda::nvidia::Found;
 use crate::corpus::{self, TextFiles};
 use crate::error::{Error, Result};
 use crate::flags::{DeviceFlag, Precision, parse_count, parse_count_or_all};
@@ -71,13 +76,30 @@ impl Global {
         Log { verbosity }
     }
 
-    /// Opens the device for the heavy operations of calibration; `auto` takes an NVIDIA GPU if there is one.
+    /// Opens the device for the heavy operations of calibration; `auto` takes an NVIDIA GPU if there is one that has
+    /// passed `gpu-check`.
     ///
     /// # Errors
     /// The device asked for is not there: exit code 3.
     pub fn open_device(&self) -> Result<Box<dyn compute::device::Device>> {
         let log = self.log();
-        let device = compute::open(self.device, &|text| log.detail(text))?;
+        let may_use = |found: &Found| match Stamp::of(found) {
+            Some(_) => true,
+            None => {
+                log.note(&unchecked(&found.gpu));
+                false
+            }
+        };
+        let mut device = compute::open(self.device, &may_use, &|text| log.detail(text))?;
+        let adapter = device.cuda().map(Driver::adapter);
+        match (self.device, adapter.filter(|adapter| !Stamp::has_passed(adapter))) {
+            (DeviceFlag::Auto, Some(adapter)) => {
+                log.note(&unchecked(&adapter));
+                device = Box::new(Cpu);
+            }
+            (_, Some(_)) => log.note(UNTRIED),
+            (_, None) => {}
+        }
         let name = device.name();
         match (device.adapter(), self.device) {
             (Some(adapter), _) => log.note(&format!("device: {name} ({adapter})")),
@@ -85,6 +107,18 @@ impl Global {
             (None, _) => {}
         }
         Ok(device)
+    }
+
+    /// Opens the first NVIDIA GPU, for a benchmark.
+    ///
+    /// # Errors
+    /// There is no such GPU: exit code 3.
+    pub fn open_cuda(&self) -> Result<Cuda> {
+        let cuda = Cuda::open()?;
+        if !Stamp::has_passed(&cuda.driver().adapter()) {
+            self.log().note(UNTRIED);
+        }
+        Ok(cuda)
     }
 
     /// Opens the device for a command that runs the model.
@@ -111,6 +145,18 @@ impl Global {
         }
         Ok(())
     }
+}
+
+/// What is said of a GPU that was asked for, but has not been checked.
+const UNTRIED: &str =
+    "the GPU is untried: it has not passed `kvsmith gpu-check` with this driver and this version of kvsmith";
+
+/// Says why `auto` does not use a GPU.
+fn unchecked(gpu: &str) -> String {
+    format!(
+        "the CPU is used, although there is an NVIDIA GPU ({gpu}): it has not passed `kvsmith gpu-check` with this driver \
+         and this version of kvsmith; run it once, for less than a minute, and --device auto uses the GPU"
+    )
 }
 
 fn unable(command: &str, device: &str) -> Error {

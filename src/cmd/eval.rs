@@ -175,21 +175,22 @@ pub fn run(args: &Args, global: &Global) -> Result<()> {
         }
     }
     let options = options(artifacts.first())?;
+    let tokenizer = tokenizer(args, &decoder)?;
+    let material = Material::open(args, global, &decoder, tokenizer.as_ref())?;
+    let longest = material.longest();
+    for artifact in &artifacts {
+        Reading::warn_beyond_calibration(&named, artifact, longest, log);
+    }
     let evaluation = |budgets: &[(usize, Budget)]| -> Result<Evaluation<'_>> {
         let variant = |&(index, budget): &(usize, Budget)| Variant {
             method: methods[index].as_ref(),
             number: plan::number(&entries, index),
             budget,
         };
-        let forward = forward_on(device.as_ref(), &decoder, global)?;
+        let forward = forward_on(device.as_ref(), &decoder, longest, global)?;
         let variants = budgets.iter().map(variant).collect();
         Ok(Evaluation::new(forward, variants, options))
     };
-    let tokenizer = tokenizer(args, &decoder)?;
-    let material = Material::open(args, global, &decoder, tokenizer.as_ref())?;
-    for artifact in &artifacts {
-        Reading::warn_beyond_calibration(&named, artifact, material.longest(), log);
-    }
     let plan = plan::rows(args, &entries, log, &mut |budgets| {
         let mut evaluation = evaluation(budgets)?;
         material.sample(args, &mut evaluation)?;

@@ -6,6 +6,7 @@ pub mod calibrate;
 pub mod completions;
 pub mod dump;
 pub mod eval;
+pub mod gpu_check;
 pub mod inspect;
 pub mod merge;
 pub mod moments;
@@ -32,8 +33,8 @@ use crate::compute::cpu::Cpu;
 use crate::compute::device::Device;
 use crate::corpus::Corpus;
 use crate::cuda::LayerSizes;
-use crate::cuda::forward::CudaForward;
 use crate::cuda::layers::CudaLayers;
+use crate::cuda::room::{Extent, Source};
 use crate::error::{Error, Result};
 use crate::flags;
 use crate::model::forward::{CpuForward, CpuLayers, Forward, Layers};
@@ -241,14 +242,26 @@ fn layers_on<'a>(
     })
 }
 
-/// Prepares a model for inference: on the device if that is a GPU, else on the CPU.
+/// Prepares a model for inference with prompts of up to `longest` tokens: on the device if that is a GPU, else on the
+/// CPU.
 fn forward_on<'a>(
     device: &'a dyn Device,
     decoder: &'a Decoder,
+    longest: usize,
     global: &Global,
 ) -> Result<Box<dyn Forward + 'a>> {
+    let extent = Extent {
+        capacity: longest,
+        prompt: 0..longest,
+    };
+    let source = |driver| Source {
+        driver,
+        decoder,
+        precision: global.precision,
+    };
+    let log = global.log();
     Ok(match device.cuda() {
-        Some(driver) => Box::new(CudaForward::new(driver, decoder, global.precision)?),
+        Some(driver) => Box::new(source(driver).forward(&extent, &|text| log.detail(text))?),
         None => Box::new(CpuForward::new(decoder)?),
     })
 }

@@ -15,10 +15,10 @@ use super::reading::{Reading, in_full, parse_budget};
 use super::{device_for, open_model};
 use crate::artifact::{Artifact, Verdict};
 use crate::compute::device::Device;
-use crate::cuda::Body;
+use crate::cuda::ROWS;
 use crate::cuda::backend::CudaBackend;
-use crate::cuda::forward::CudaForward;
 use crate::cuda::host::HostBackend;
+use crate::cuda::room::{Extent, Source};
 use crate::error::{Error, Result};
 use crate::flags::{at_least_1, at_least_one, not_negative, parse_count, share, share_or_zero};
 use crate::kv::Budget;
@@ -282,29 +282,41 @@ fn open_session<'a>(
     let Some(driver) = device.cuda() else {
         return Ok((Session::on_cpu(decoder, method, options, reserved)?, None));
     };
-    let (log, precision) = (global.log(), global.precision);
+    let log = global.log();
+    let source = Source {
+        driver,
+        decoder,
+        precision: global.precision,
+    };
     // Caches and indexes on the device do not grow.
     let expected = known + args.max_new;
-    let capacity = match args.chat {
-        true => expected.max(decoder.config.max_position_embeddings),
-        false => expected,
+    let extent = match args.chat {
+        true => {
+            let capacity = expected.max(decoder.config.max_position_embeddings);
+            // How long messages will be is not known; the last one ends the context.
+            let prompt = capacity - known.max(ROWS).min(capacity)..capacity;
+            Extent { capacity, prompt }
+        }
+        false => Extent {
+            capacity: expected,
+            prompt: 0..known,
+        },
     };
+    let tell = |text: &str| log.detail(text);
     match args.reading.on_host() {
         false if CudaBackend::can(method, &options, args.chat) => {
-            let body = Body::load(driver, decoder, precision)?;
-            let backend = CudaBackend::new(body, method, options, 1, capacity)?;
+            let backend = source.session(method, options, &extent, &tell)?;
             Ok((Session::new(backend), None))
         }
         true if HostBackend::can(method, &options, args.chat) => {
-            let body = Body::load(driver, decoder, precision)?;
             log.note("the KV cache is in the machine's memory, the index on the device");
-            let backend = HostBackend::new(body, method, options, [expected, capacity])?;
+            let backend = source.host_session(method, options, expected, &extent, &tell)?;
             Ok((Session::new(backend), None))
         }
         _ => {
             let fallback = "the KV cache and the selection are on the CPU";
             log.note(fallback);
-            let forward = Box::new(CudaForward::new(driver, decoder, precision)?);
+            let forward = Box::new(source.forward(&extent, &tell)?);
             let backend = CpuBackend::new(forward, method, options, reserved);
             Ok((Session::new(backend), Some(fallback)))
         }

@@ -12,10 +12,12 @@ pub(crate) mod clusters;
 pub mod driver;
 pub mod fill;
 pub mod kernels;
+pub mod ledger;
 pub mod linear;
 pub mod nvidia;
 mod points;
 pub(crate) mod rows;
+pub mod watched;
 
 use ndarray::{Array3, ArrayView3};
 

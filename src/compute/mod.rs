@@ -8,7 +8,9 @@
 
 pub mod attention;
 pub mod blocks;
+pub mod checks;
 pub mod codewords;
+pub mod comparison;
 pub mod cpu;
 pub mod cuda;
 pub mod device;
@@ -26,21 +28,29 @@ use ndarray::{ArrayView2, ArrayViewMut2, Axis};
 
 use crate::error::Result;
 use crate::flags;
+use cuda::nvidia::Found;
 
-/// Opens a device for calibration; `auto` takes an NVIDIA GPU if there is one, else the CPU.
+/// Opens a device for calibration; `auto` takes an NVIDIA GPU if there is one that `may_use` accepts, else the CPU.
 ///
 /// Calls `tell` with the reason why there is no GPU, or with where the GPU's kernels come from.
 ///
 /// # Errors
 /// The requested device is not available.
-pub fn open(device: flags::DeviceFlag, tell: &dyn Fn(&str)) -> Result<Box<dyn device::Device>> {
+pub fn open(
+    device: flags::DeviceFlag,
+    may_use: &dyn Fn(&Found) -> bool,
+    tell: &dyn Fn(&str),
+) -> Result<Box<dyn device::Device>> {
     Ok(match device {
-        flags::DeviceFlag::Auto => match open_cuda(tell) {
-            Ok(cuda) => cuda,
-            Err(e) => {
-                tell(&format!("device: no NVIDIA GPU: {e}"));
-                Box::new(cpu::Cpu)
-            }
+        flags::DeviceFlag::Auto => match Found::first() {
+            Ok(found) if !may_use(&found) => Box::new(cpu::Cpu),
+            found => match found.and_then(|_| open_cuda(tell)) {
+                Ok(cuda) => cuda,
+                Err(e) => {
+                    tell(&format!("device: no NVIDIA GPU: {e}"));
+                    Box::new(cpu::Cpu)
+                }
+            },
         },
         flags::DeviceFlag::Cpu => Box::new(cpu::Cpu),
         flags::DeviceFlag::Wgpu => Box::new(gpu::Gpu::open(gpu::GpuLimits::NONE)?),

@@ -1,7 +1,7 @@
 //! The contract of each operation, as a naive function in f64.
 //!
-//! The kernels of this crate are tested against these functions; nothing else calls them. Inputs are f32, as for the
-//! kernels; the arithmetic is f64.
+//! The kernels of this crate are checked against these functions, in tests and by `gpu-check`; nothing else calls them.
+//! Inputs are f32, as for the kernels; the arithmetic is f64.
 
 use super::attention::visible;
 use super::device::{SignSums, Statistic};

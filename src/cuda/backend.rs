@@ -3,6 +3,8 @@
 //! A prompt passes the layers one after the other, in chunks of rows; each layer attends its own cache. A step is one
 //! run of launches, from the ids to the logits, during which the host waits for nothing.
 
+use std::ops::Range;
+
 use ndarray::Array1;
 
 use super::ROWS;
@@ -11,13 +13,13 @@ use super::context::LayerContext;
 use super::model::DeviceModel;
 use super::prompt::{PromptLayer, PromptPass, PromptRoom};
 use crate::compute::cuda::buffer::Buffer;
-use crate::compute::cuda::driver::{Driver, Recording};
+use crate::compute::cuda::driver::{Purpose, Recording, allocating};
 use crate::error::{Error, Result};
 use crate::kv::KvType;
+use crate::kv::cuda::Limits;
 use crate::kv::cuda::attend::Attention;
 use crate::kv::cuda::cache::{LayerCache, bytes_per_position, fixed_bytes};
 use crate::kv::cuda::signs::FULL;
-use crate::kv::cuda::{Limits, Shape};
 use crate::kv::sample::Sampler;
 use crate::method::Method;
 use crate::method::bench::{Bench, CodeForm, Contents};
@@ -74,7 +76,7 @@ impl<'a> CudaBackend<'a> {
     /// Makes empty caches for `sequences` sequences of up to `capacity` positions each.
     ///
     /// # Errors
-    /// The device has less free memory than the caches need; the error says how much they need and what would fit.
+    /// Sizes that the kernels do not support; out of memory.
     pub fn new(
         body: Body<'a>,
         method: &dyn Method,
@@ -128,16 +130,18 @@ impl<'a> CudaBackend<'a> {
     ) -> Result<Self> {
         let driver = body.driver;
         let shape = body.sizes().shape(sequences, capacity).checked()?;
-        check_room(driver, &shape, &options, body.config.n_layers)?;
         let model = DeviceModel::new(body, shape, &options)?;
         let at = OnDevice {
             driver,
             shape,
             kv: options.kv,
         };
-        let indexes = indexes(at, &model.windows.limits())?.into_iter();
-        let layers = indexes.map(|index| {
-            let cache = LayerCache::new(driver, shape, options.kv)?;
+        let limits = model.windows.limits();
+        let indexes = allocating(driver, Purpose::Indexes, || indexes(at, &limits))?;
+        let layers = indexes.into_iter().map(|index| {
+            let cache = allocating(driver, Purpose::Caches, || {
+                LayerCache::new(driver, shape, options.kv)
+            })?;
             Ok(LayerState { cache, index })
         });
         let number = model.body.config.n_layers;
@@ -151,6 +155,27 @@ impl<'a> CudaBackend<'a> {
             options,
             at,
         })
+    }
+
+    /// Embeds a prompt, and allocates its buffers and those of the indexes.
+    fn begin_prompt(&self, ids: &[u32], first: usize) -> Result<PromptPass<'a>> {
+        let body = &self.model.body;
+        let packed = self.options.kv == KvType::TwoBit;
+        let context = || LayerContext::new(body.driver, &body.sizes(), body.row_type(), ids.len());
+        let room = PromptRoom {
+            first,
+            rows: ROWS.min(ids.len()),
+            shape: self.at.shape,
+            packed,
+        };
+        let indexes: Vec<_> = self.layers.iter().map(|l| l.index.as_ref()).collect();
+        PromptPass::new(body, ids, room, packed.then(context).transpose()?, &indexes)
+    }
+
+    /// Allocates what a prompt at these positions takes, and frees it: see [`room`](super::room).
+    pub(super) fn rehearse(&self, prompt: Range<usize>) -> Result<()> {
+        self.begin_prompt(&vec![0; prompt.len().max(1)], prompt.start)
+            .map(drop)
     }
 
     /// Runs a prompt through one layer.
@@ -250,20 +275,10 @@ impl Backend for CudaBackend<'_> {
     fn prompt(&mut self, ids: &[u32], first: usize, done: &mut dyn FnMut(usize)) -> Result<Array1<f32>> {
         let body = &self.model.body;
         body.check_prompt(ids)?;
-        let packed = self.options.kv == KvType::TwoBit;
-        if packed && first > 0 {
+        if self.options.kv == KvType::TwoBit && first > 0 {
             return Err(Error::failed("CUDA: a 2-bit cache takes in one prompt"));
         }
-        let context = || LayerContext::new(body.driver, &body.sizes(), body.row_type(), ids.len());
-        let room = PromptRoom {
-            first,
-            rows: ROWS.min(ids.len()),
-            shape: self.at.shape,
-            packed,
-        };
-        let indexes: Vec<_> = self.layers.iter().map(|l| l.index.as_ref()).collect();
-        let context = packed.then(context).transpose()?;
-        let mut pass = PromptPass::new(body, ids, room, context, &indexes)?;
+        let mut pass = self.begin_prompt(ids, first)?;
         for number in 0..self.layers.len() {
             self.prompt_layer(number, &mut pass)?;
             done(ids.len());
@@ -335,22 +350,4 @@ impl Backend for CudaBackend<'_> {
 pub(super) fn indexes<'d>(method: &dyn Method, at: OnDevice<'d>, limits: &[Limits]) -> Result<Indexes<'d>> {
     let without = || Error::failed("CUDA: a method without an index on the device");
     method.cuda().ok_or_else(without)?.indexes(at, limits)
-}
-
-/// Checks, before anything is allocated, that the caches fit into the free memory.
-fn check_room(driver: &dyn Driver, shape: &Shape, options: &Options, layers: usize) -> Result<()> {
-    let each = shape.heads() * layers * bytes_per_position(shape, options.kv);
-    let (need, free) = ((each * shape.capacity) as u64, driver.free_bytes()?);
-    if need <= free {
-        return Ok(());
-    }
-    let gib = |bytes: u64| bytes as f64 / f64::from(1 << 30);
-    Err(Error::gpu_memory(format_args!(
-        "a KV cache of {} positions needs {:.2} GiB, but only {:.2} GiB are free; about {} positions would fit",
-        shape.capacity,
-        gib(need),
-        gib(free),
-        free / each.max(1) as u64 / 10 * 9,
-    ))
-    .hint("give fewer tokens, or keep the cache in the machine's memory with --kv host"))
 }

@@ -2,10 +2,10 @@
 
 use super::finite::FiniteCheck;
 use super::sizes::LayerSizes;
-use super::weights::{LayerWeights, random, stored_bytes, upload};
+use super::weights::{LayerWeights, random, upload};
 use super::work::Workspace;
 use crate::compute::cuda::buffer::Buffer;
-use crate::compute::cuda::driver::Driver;
+use crate::compute::cuda::driver::{Driver, Purpose, allocating};
 use crate::compute::cuda::kernels;
 use crate::compute::cuda::linear::Linear;
 use crate::compute::linear;
@@ -15,7 +15,7 @@ use crate::float::Float;
 use crate::interrupt;
 use crate::model::forward::check_prompt;
 use crate::model::rope::Rope;
-use crate::model::{Decoder, Layer, ModelConfig};
+use crate::model::{Decoder, ModelConfig};
 use crate::weight::Weight;
 
 /// The weights of a whole model on the device.
@@ -36,29 +36,28 @@ pub struct Body<'a> {
 }
 
 impl<'a> Body<'a> {
-    /// Copies all weights of a checkpoint to the device.
+    /// Copies all weights of a checkpoint to the device. [`Source`](super::room::Source) first checks that a session fits.
     ///
     /// # Errors
-    /// Less free memory than the weights need; a model whose attention the kernels do not support.
+    /// Out of memory; a model whose attention the kernels do not support.
     pub fn load(driver: &'a dyn Driver, decoder: &'a Decoder, precision: Precision) -> Result<Self> {
+        allocating(driver, Purpose::Weights, || {
+            Self::upload(driver, decoder, precision)
+        })
+    }
+
+    fn upload(driver: &'a dyn Driver, decoder: &'a Decoder, precision: Precision) -> Result<Self> {
         let config = decoder.config.clone();
-        let sizes = LayerSizes::of(&config);
-        sizes.check()?;
-        let views = (0..config.n_layers).map(|i| decoder.layer(i));
-        let views = views.collect::<Result<Vec<_>>>()?;
+        LayerSizes::of(&config).check()?;
         let embedding = match config.tie_word_embeddings {
             true => None,
             false => Some(&decoder.embedding),
         };
-        let ends = embedding.into_iter().chain([&decoder.head.weight]);
-        let layers = views.iter().flat_map(Layer::weights);
-        let weights: usize = layers.chain(ends).map(stored_bytes).sum();
-        let space = 16 * (sizes.bytes_per_row() + 4 * config.vocab_size);
-        check_room(driver, weights + space)?;
         let mut layers = Vec::new();
-        for view in &views {
+        for number in 0..config.n_layers {
             interrupt::check()?;
-            layers.push(LayerWeights::upload(driver, view)?);
+            let view = decoder.layer(number)?;
+            layers.push(LayerWeights::upload(driver, &view)?);
             // The page cache need not keep what is on the device now.
             view.release();
         }
@@ -85,9 +84,12 @@ impl<'a> Body<'a> {
     /// # Errors
     /// As [`Body::load`].
     pub fn random(driver: &'a dyn Driver, config: ModelConfig, seed: u32) -> Result<Self> {
+        allocating(driver, Purpose::Weights, || Self::drawn(driver, config, seed))
+    }
+
+    fn drawn(driver: &'a dyn Driver, config: ModelConfig, seed: u32) -> Result<Self> {
         let sizes = LayerSizes::of(&config);
         sizes.check()?;
-        check_room(driver, Self::random_bytes(&config))?;
         let windows = config.windows.iter().enumerate();
         let layers =
             windows.map(|(i, window)| LayerWeights::random(driver, &sizes, *window, seed + 8 + 4 * i as u32));
@@ -169,22 +171,4 @@ impl<'a> Body<'a> {
         work.multiply(&self.head, &work.normed, rows, logits, false)?;
         finite.look(logits, rows * self.config.vocab_size, self.layers.len())
     }
-}
-
-/// Checks, before anything is copied, that a model fits.
-///
-/// # Errors
-/// The free memory is less than `bytes`.
-fn check_room(driver: &dyn Driver, bytes: usize) -> Result<()> {
-    let free = driver.free_bytes()?;
-    if bytes as u64 <= free {
-        return Ok(());
-    }
-    let gib = |bytes: u64| bytes as f64 / f64::from(1 << 30);
-    Err(Error::gpu_memory(format_args!(
-        "the model's weights need {:.1} GiB, but only {:.1} GiB are free",
-        gib(bytes as u64),
-        gib(free)
-    ))
-    .hint("stop other programs that use the GPU, use a smaller model, or use --device cpu"))
 }

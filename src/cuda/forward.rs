@@ -1,5 +1,6 @@
 //! The forward pass of prompts and single tokens, with all weights on the device and the caches on the host.
 
+use std::ops::Range;
 use std::sync::Mutex;
 
 use ndarray::{Array1, Array3, s};
@@ -37,10 +38,10 @@ pub struct CudaForward<'a> {
 }
 
 impl<'a> CudaForward<'a> {
-    /// Copies all weights to the device.
+    /// Copies all weights to the device. [`Source`](super::room::Source) first checks that they fit.
     ///
     /// # Errors
-    /// Less free memory than the weights need; a model whose attention the kernels do not support.
+    /// Out of memory; a model whose attention the kernels do not support.
     pub fn new(driver: &'a dyn Driver, decoder: &'a Decoder, precision: Precision) -> Result<Self> {
         let body = Body::load(driver, decoder, precision)?;
         Ok(Self {
@@ -49,6 +50,30 @@ impl<'a> CudaForward<'a> {
             body,
             decoder,
         })
+    }
+
+    /// Embeds a prompt, and allocates its buffers.
+    fn begin_prompt(&self, ids: &[u32], first: usize) -> Result<Pass<'_>> {
+        let (body, m) = (&self.body, ids.len());
+        let (driver, s) = (body.driver, body.sizes());
+        let pass = Pass {
+            first,
+            m,
+            work: body.workspace(ROWS.min(first + m))?,
+            hidden: Buffer::new(driver, "hidden states", m * s.hidden)?,
+            rotation: Rotation::new(driver, &body.rope, first, m)?,
+            context: LayerContext::new(driver, &s, self.float, first + m)?,
+            finite: FiniteCheck::new(driver)?,
+            logits: Buffer::new(driver, "logits", body.config.vocab_size)?,
+        };
+        body.embed(&Buffer::of(driver, "ids", ids)?, m, &pass.hidden)?;
+        Ok(pass)
+    }
+
+    /// Allocates what a prompt at these positions takes, and frees it: see [`room`](super::room).
+    pub(super) fn rehearse(&self, prompt: Range<usize>) -> Result<()> {
+        self.begin_prompt(&vec![0; prompt.len().max(1)], prompt.start)
+            .map(drop)
     }
 
     /// Computes the queries, keys and values of a prompt chunk by chunk, and returns them for the caches.
@@ -124,6 +149,8 @@ struct Pass<'d> {
     rotation: Rotation<'d>,
     context: LayerContext<'d>,
     finite: FiniteCheck<'d>,
+    /// The logits of the last position, `[vocab]`.
+    logits: Buffer<'d, f32>,
 }
 
 impl Pass<'_> {
@@ -144,19 +171,8 @@ impl Forward for CudaForward<'_> {
     fn prompt(&self, ids: &[u32], first: usize, cache: &mut Cache, done: &mut Done) -> Result<Array1<f32>> {
         check_prompt(ids)?;
         self.decoder.check_ids(ids)?;
-        let (body, m) = (&self.body, ids.len());
-        let (driver, s) = (body.driver, body.sizes());
-        let mut pass = Pass {
-            first,
-            m,
-            work: body.workspace(ROWS.min(first + m))?,
-            hidden: Buffer::new(driver, "hidden states", m * s.hidden)?,
-            rotation: Rotation::new(driver, &body.rope, first, m)?,
-            context: LayerContext::new(driver, &s, self.float, first + m)?,
-            finite: FiniteCheck::new(driver)?,
-        };
-        let ids = Buffer::of(driver, "ids", ids)?;
-        body.embed(&ids, m, &pass.hidden)?;
+        let (body, m, s) = (&self.body, ids.len(), self.body.sizes());
+        let mut pass = self.begin_prompt(ids, first)?;
         for (index, weights) in body.layers.iter().enumerate() {
             let rows = self.prompt_rows(weights, &pass)?;
             let finite = |x: &Array3<f32>| simd::all_finite(elements(x));
@@ -174,12 +190,10 @@ impl Forward for CudaForward<'_> {
                 .look(&pass.hidden.part(skipped * s.hidden, left), left, index)?;
             done(m);
         }
-        let vocab = self.decoder.config.vocab_size;
-        let logits = Buffer::<f32>::new(driver, "logits", vocab)?;
         let last = pass.hidden.part((m - 1) * s.hidden, s.hidden);
-        body.logits(&pass.work, &last, 1, &logits, &pass.finite)?;
+        body.logits(&pass.work, &last, 1, &pass.logits, &pass.finite)?;
         pass.finite.check(body)?;
-        Ok(Array1::from(logits.read()?))
+        Ok(Array1::from(pass.logits.read()?))
     }
 
     fn step(&self, ids: &[u32], t: usize, attend: &mut Attend) -> Result<Vec<Array1<f32>>> {

@@ -7,6 +7,8 @@
 
 mod static_set;
 
+use std::ops::Range;
+
 use ndarray::{Array1, Array2, ArrayView2, ArrayView3, s};
 use rayon::prelude::*;
 
@@ -18,6 +20,7 @@ use super::model::DeviceModel;
 use super::prompt::{PromptLayer, PromptPass, PromptRoom};
 use super::work::Workspace;
 use crate::compute::attention;
+use crate::compute::cuda::driver::{Purpose, allocating};
 use crate::error::{Error, Result};
 use crate::float::Float;
 use crate::kv::cuda::attend::LayerRows;
@@ -92,18 +95,24 @@ impl<'a> HostBackend<'a> {
             shape,
             kv: options.kv,
         };
-        let indexes = indexes(method, at, &model.windows.limits())?.into_iter();
-        let layers = indexes.zip(&model.body.config.windows).map(|(index, window)| {
-            let head = |_| KvHead::new(options.kv, shape.head_dim, expected, options.packed);
-            Ok(HostLayer {
-                heads: (0..shape.kv_heads).map(head).collect(),
-                index,
-                static_rows: match window {
-                    None => Some(LayerRows::new(driver, static_set.attention.shape(), kind)?),
-                    Some(_) => None,
-                },
-            })
-        });
+        let limits = model.windows.limits();
+        let indexes = allocating(driver, Purpose::Indexes, || indexes(method, at, &limits))?;
+        let layers = indexes
+            .into_iter()
+            .zip(&model.body.config.windows)
+            .map(|(index, window)| {
+                let head = |_| KvHead::new(options.kv, shape.head_dim, expected, options.packed);
+                Ok(HostLayer {
+                    heads: (0..shape.kv_heads).map(head).collect(),
+                    index,
+                    static_rows: match window {
+                        None => Some(allocating(driver, Purpose::Caches, || {
+                            LayerRows::new(driver, static_set.attention.shape(), kind)
+                        })?),
+                        Some(_) => None,
+                    },
+                })
+            });
         let layer_count = model.body.config.n_layers;
         Ok(Self {
             layers: layers.collect::<Result<_>>()?,
@@ -114,6 +123,26 @@ impl<'a> HostBackend<'a> {
             shares: Shares::default(),
             counts: vec![Counts::NONE; layer_count],
         })
+    }
+
+    /// Embeds a prompt, and allocates its buffers and those of the indexes.
+    fn begin_prompt(&self, ids: &[u32], first: usize) -> Result<PromptPass<'a>> {
+        let (body, n) = (&self.model.body, first + ids.len());
+        let context = LayerContext::new(body.driver, &body.sizes(), kind(&self.options)?, n)?;
+        let room = PromptRoom {
+            first,
+            rows: ROWS.min(n).max(self.static_set.rows()),
+            shape: self.shape,
+            packed: false,
+        };
+        let indexes: Vec<_> = self.layers.iter().map(|l| l.index.as_ref()).collect();
+        PromptPass::new(body, ids, room, Some(context), &indexes)
+    }
+
+    /// Allocates what a prompt at these positions takes, and frees it: see [`room`](super::room).
+    pub(super) fn rehearse(&self, prompt: Range<usize>) -> Result<()> {
+        self.begin_prompt(&vec![0; prompt.len().max(1)], prompt.start)
+            .map(drop)
     }
 
     /// Runs a prompt through one layer.
@@ -294,18 +323,8 @@ fn extend(heads: &mut [KvHead], keys: &[f32], values: &[f32], n: usize) -> Resul
 
 impl Backend for HostBackend<'_> {
     fn prompt(&mut self, ids: &[u32], first: usize, done: &mut dyn FnMut(usize)) -> Result<Array1<f32>> {
-        let body = &self.model.body;
-        body.check_prompt(ids)?;
-        let n = first + ids.len();
-        let context = LayerContext::new(body.driver, &body.sizes(), kind(&self.options)?, n)?;
-        let room = PromptRoom {
-            first,
-            rows: ROWS.min(n).max(self.static_set.rows()),
-            shape: self.shape,
-            packed: false,
-        };
-        let indexes: Vec<_> = self.layers.iter().map(|l| l.index.as_ref()).collect();
-        let mut pass = PromptPass::new(body, ids, room, Some(context), &indexes)?;
+        self.model.body.check_prompt(ids)?;
+        let mut pass = self.begin_prompt(ids, first)?;
         for number in 0..self.layers.len() {
             self.prompt_layer(number, &mut pass)?;
             done(ids.len());

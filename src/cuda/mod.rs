@@ -4,10 +4,11 @@
 //! the buffers that the rows of a layer need. Sessions run on [`backend::CudaBackend`], with the caches on the device,
 //! or on [`host::HostBackend`], with the caches in host memory. [`forward::CudaForward`] runs prompts and tokens for
 //! caches on the CPU, and [`layers::CudaLayers`] runs calibration text with one layer's weights on the device at a
-//! time.
+//! time. [`room::Source`] opens them if they fit into the device's memory.
 
 pub mod backend;
 mod body;
+pub mod check;
 mod context;
 mod finite;
 pub mod forward;
@@ -15,6 +16,7 @@ pub mod host;
 pub mod layers;
 mod model;
 mod prompt;
+pub mod room;
 pub mod sample;
 mod sizes;
 mod step;

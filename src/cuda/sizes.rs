@@ -68,12 +68,6 @@ impl LayerSizes {
         self.n_heads * self.head_dim
     }
 
-    /// Returns the bytes that a workspace needs per row.
-    pub fn bytes_per_row(&self) -> usize {
-        let own = self.hidden + self.qkv() + 3 * self.attended() + 3 * self.kv();
-        4 * (own + 3 * self.intermediate) + 2 * self.widest()
-    }
-
     pub(crate) fn widest(&self) -> usize {
         self.hidden.max(self.intermediate).max(self.attended())
     }

@@ -8,7 +8,6 @@ use crate::compute::linear;
 use crate::error::{Error, Result};
 use crate::float::Float;
 use crate::model::Layer;
-use crate::weight::Weight;
 
 /// A decoder layer's weights on the device.
 pub struct LayerWeights<'d> {
@@ -67,17 +66,24 @@ impl<'d> LayerWeights<'d> {
     }
 }
 
-/// Returns the number of bytes that the checkpoint stores for a weight.
-pub(crate) fn stored_bytes(weight: &Weight) -> usize {
-    weight.rows() * weight.cols() * weight.dtype().bytes()
-}
-
 /// Makes a projection of random bf16 numbers.
 pub(crate) fn random<'d>(driver: &'d dyn Driver, rows: usize, cols: usize, seed: u32) -> Result<Linear<'d>> {
     Ok(Linear {
         weight: Matrix::random(driver, Float::Bf16, rows, cols, seed)?,
         bias: None,
     })
+}
+
+/// Returns the weights of several projections one after the other, all in the type of the first one.
+fn joined(linears: &[&linear::Linear], kind: Float) -> Vec<u8> {
+    let mut bytes = Vec::new();
+    for weight in linears.iter().map(|linear| &linear.weight) {
+        match weight.dtype() == kind {
+            true => bytes.extend_from_slice(weight.row_bytes(0, weight.rows())),
+            false => kind.write(&weight.to_vec(), &mut bytes),
+        }
+    }
+    bytes
 }
 
 /// Copies several projections of the same inputs to the device as one projection, by putting their rows one after the
@@ -88,24 +94,15 @@ pub(crate) fn upload<'d>(driver: &'d dyn Driver, linears: &[&linear::Linear]) ->
     };
     let (kind, cols) = (first.weight.dtype(), first.weight.cols());
     let rows = linears.iter().map(|l| l.weight.rows()).sum();
-    let mut bytes = Vec::new();
-    for linear in linears {
-        let weight = &linear.weight;
-        if weight.dtype() == kind {
-            bytes.extend_from_slice(weight.row_bytes(0, weight.rows()));
-        } else {
-            // Projections of different types all take the type of the first one.
-            let (from, to) = (weight.dtype().name(), kind.name());
-            if kind != Float::F32 {
-                let names = [first.weight.name(), weight.name()];
-                return Err(Error::failed(format!(
-                    "CUDA: `{}` is {to} and `{}` {from}; they must have one type",
-                    names[0], names[1]
-                ))
-                .hint("convert the checkpoint to a single type, or use --device cpu"));
-            }
-            kind.write(&weight.to_vec(), &mut bytes);
-        }
+    let mut others = linears.iter().map(|l| &l.weight).filter(|w| w.dtype() != kind);
+    if let Some(other) = others.next().filter(|_| kind != Float::F32) {
+        let (from, to) = (other.dtype().name(), kind.name());
+        let names = [first.weight.name(), other.name()];
+        return Err(Error::failed(format!(
+            "CUDA: `{}` is {to} and `{}` {from}; they must have one type",
+            names[0], names[1]
+        ))
+        .hint("convert the checkpoint to a single type, or use --device cpu"));
     }
     let bias: Vec<f32> = linears
         .iter()
@@ -113,7 +110,10 @@ pub(crate) fn upload<'d>(driver: &'d dyn Driver, linears: &[&linear::Linear]) ->
         .flatten()
         .copied()
         .collect();
-    let weight = Matrix::new(driver, kind, rows, cols, &bytes)?;
+    let weight = Matrix::empty(driver, kind, rows, cols)?;
+    if driver.has_memory() {
+        weight.write(&joined(linears, kind))?;
+    }
     let bias = match bias.len() {
         0 => None,
         n if n == rows => Some(Buffer::of(driver, "biases", &bias)?),

@@ -40,13 +40,19 @@ impl<'d> Rotation<'d> {
     /// # Errors
     /// Out of memory.
     pub fn new(driver: &'d dyn Driver, rope: &Rope, first: usize, n: usize) -> Result<Self> {
-        let table: RopeTable = rope.table(first..first + n);
-        let [cosines, sines] = table.parts();
-        Ok(Self {
-            cosines: Buffer::of(driver, "rotation", cosines)?,
-            sines: Buffer::of(driver, "rotation", sines)?,
+        let buffer = || Buffer::new(driver, "rotation", n * rope.frequencies().len());
+        let rotation = Self {
+            cosines: buffer()?,
+            sines: buffer()?,
             first,
-        })
+        };
+        if driver.has_memory() {
+            let table: RopeTable = rope.table(first..first + n);
+            let [cosines, sines] = table.parts();
+            rotation.cosines.write(cosines)?;
+            rotation.sines.write(sines)?;
+        }
+        Ok(rotation)
     }
 }
 

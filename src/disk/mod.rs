@@ -12,7 +12,7 @@ mod output;
 use std::fs::File;
 use std::io;
 use std::os::unix::fs::FileExt;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 
 pub use attempt::{attempt, rename_folder};
 pub use folder::{Folder, FolderKind};
@@ -55,8 +55,18 @@ fn allocate(file: &File, len: usize) -> io::Result<()> {
     file.set_len(len as u64)
 }
 
+/// Returns the folder for files that programs can make again: `XDG_CACHE_HOME`, or `.cache` in the home folder.
+pub fn user_cache() -> Option<PathBuf> {
+    let variable = |name: &str| std::env::var_os(name).filter(|value| !value.is_empty());
+    let home = || Some(PathBuf::from(variable("HOME")?).join(".cache"));
+    variable("XDG_CACHE_HOME").map(PathBuf::from).or_else(home)
+}
+
 /// Makes a folder and its parents; tells whether the folder is new.
-fn make_folder(path: &Path) -> io::Result<bool> {
+///
+/// # Errors
+/// The folder cannot be made.
+pub fn make_folder(path: &Path) -> io::Result<bool> {
     let made = !path.exists();
     fault::growth(|| {})?;
     std::fs::create_dir_all(path)?;
@@ -64,7 +74,10 @@ fn make_folder(path: &Path) -> io::Result<bool> {
 }
 
 /// Removes a file that kvsmith wrote, if it exists.
-fn remove_file(path: &Path) -> io::Result<()> {
+///
+/// # Errors
+/// The file cannot be removed.
+pub fn remove_file(path: &Path) -> io::Result<()> {
     fault::point(|| {});
     match std::fs::remove_file(path) {
         Err(e) if e.kind() == io::ErrorKind::NotFound => Ok(()),

@@ -66,6 +66,14 @@ fn prepare(ask: &Ask) -> Result<Box<dyn Method>> {
     }))
 }
 
+/// Prepares the method with given codebooks and the default parameters.
+pub(crate) fn with_codebooks(codebooks: Codebooks) -> Box<dyn Method> {
+    Box::new(A2atsMethod {
+        codebooks,
+        params: A2atsParams::default(),
+    })
+}
+
 /// A2ATS prepared for a model: its parameters and the codebooks of every head.
 struct A2atsMethod {
     codebooks: Codebooks,

@@ -6,6 +6,7 @@ use std::path::{Path, PathBuf};
 
 use serde_json::Value;
 
+use crate::disk::user_cache;
 use crate::error::{Error, Result};
 
 /// What `--model` takes.
@@ -111,9 +112,8 @@ fn hub_cache() -> Option<PathBuf> {
             .filter(|value| !value.is_empty())
             .map(PathBuf::from)
     };
-    let cache = || variable("XDG_CACHE_HOME").or_else(|| Some(variable("HOME")?.join(".cache")));
     variable("HF_HUB_CACHE").or_else(|| {
-        let home = variable("HF_HOME").or_else(|| Some(cache()?.join("huggingface")));
+        let home = variable("HF_HOME").or_else(|| Some(user_cache()?.join("huggingface")));
         Some(home?.join("hub"))
     })
 }

@@ -196,7 +196,13 @@ pub fn command(arguments: &str) -> Command {
     // Without this variable the program restarts itself to set it, and starting would take half of the time of most
     // runs; see `restarting`.
     command.env(OPENBLAS_THREADS, "1");
+    command.env("XDG_CACHE_HOME", no_cache());
     command
+}
+
+/// Returns a folder that does not exist, in place of the cache of the user who runs the tests.
+pub fn no_cache() -> PathBuf {
+    Path::new(env!("CARGO_TARGET_TMPDIR")).join("no-cache")
 }
 
 /// Names the variable that the program sets when it starts.

@@ -10,7 +10,7 @@ use std::time::{Duration, Instant};
 use kvsmith::method::registry::METHODS;
 use serde_json::Value;
 
-use super::common::{Outcome, root};
+use super::common::{Outcome, no_cache, root};
 use super::model::write_artifact;
 use super::{command, library, reports};
 
@@ -176,6 +176,7 @@ fn gpu_check(kit: &Path, out: &Path) -> Command {
         .args([kit, out])
         .arg("quick")
         .env("FAKE_CUDA_MIB", "64")
+        .env("XDG_CACHE_HOME", no_cache())
         // Without a sanitizer and a profiler of the machine's own.
         .env(
             "PATH",

@@ -4,8 +4,13 @@
 //
 // - FAKE_CUDA names what goes wrong;
 // - FAKE_CUDA_CHIP is the compute capability, 80, 86 or 90, with the limits of that chip;
+// - FAKE_CUDA_VERSION is the driver's CUDA version, 13000 if it is not set;
+// - FAKE_CUDA_WRONG is a kernel that computes something else: the last block of every launch does nothing;
 // - FAKE_CUDA_REPORT is nvcc's report on the kernels, which has their registers and shared memory;
-// - FAKE_CUDA_LOG is a file that gets the kernels of each graph, a line per graph.
+// - FAKE_CUDA_LOG is a file that gets the kernels of each graph, a line per graph;
+// - FAKE_CUDA_MIB is the size of the memory in MiB;
+// - FAKE_CUDA_USE is a file that gets, at the end, the most bytes that were allocated and the bytes that were copied to
+//   the device.
 #include <algorithm>
 #include <chrono>
 #include <fstream>
@@ -72,7 +77,10 @@ static bool broken = false;
 #define CALL(name, ...) extern "C" int name(__VA_ARGS__)
 
 CALL(cuInit, unsigned) { return wrong("no_device") ? NO_DEVICE : wrong("stub") ? STUB : SUCCESS; }
-CALL(cuDriverGetVersion, int* version) { return *version = 13000, SUCCESS; }
+CALL(cuDriverGetVersion, int* version) {
+    const char* said = setting("FAKE_CUDA_VERSION");
+    return *version = *said ? atoi(said) : 13000, SUCCESS;
+}
 CALL(cuDeviceGetCount, int* count) { return *count = wrong("none") ? 0 : 1, SUCCESS; }
 CALL(cuDeviceGet, int* device, int) { return *device = 0, SUCCESS; }
 CALL(cuDeviceGetName, char* name, int size, int) { return snprintf(name, size, "Fake GPU"), SUCCESS; }
@@ -130,14 +138,33 @@ CALL(cuOccupancyMaxActiveBlocksPerMultiprocessor, int* blocks, void* function, i
     int by_shared = chip().all_bytes / (used.own_bytes + (int)shared + 1024);
     return *blocks = std::min({by_registers, by_shared, chip().threads / threads}), SUCCESS;
 }
-// FAKE_CUDA_MIB is the size of the memory. Benchmarks read half of it again and again.
+
+// What is allocated, and what was. Benchmarks read half of the memory again and again.
+struct Memory {
+    size_t total, now = 0, most = 0, copied = 0;
+    std::map<uint64_t, size_t> sizes;
+
+    Memory() {
+        const char* said = getenv("FAKE_CUDA_MIB");
+        total = (size_t)(said ? atoi(said) : 256) << 20;
+    }
+    ~Memory() {
+        if (*setting("FAKE_CUDA_USE")) std::ofstream(setting("FAKE_CUDA_USE")) << most << ' ' << copied;
+    }
+};
+static Memory memory;
 CALL(cuMemGetInfo_v2, size_t* free, size_t* total) {
-    const char* said = getenv("FAKE_CUDA_MIB");
-    return *free = *total = (size_t)(said ? atoi(said) : 256) << 20, SUCCESS;
+    std::lock_guard<std::recursive_mutex> lock(running);
+    return *free = memory.total - memory.now, *total = memory.total, SUCCESS;
 }
 CALL(cuMemAlloc_v2, uint64_t* at, size_t size) {
+    std::lock_guard<std::recursive_mutex> lock(running);
     if (wrong("no_memory") && size > 100000) return OUT_OF_MEMORY;
-    return *at = (uint64_t)memset(malloc(size), 0xff, size), SUCCESS;
+    if (size > memory.total - memory.now) return OUT_OF_MEMORY;
+    *at = (uint64_t)memset(malloc(size), 0xff, size);
+    memory.now += memory.sizes[*at] = size;
+    memory.most = std::max(memory.most, memory.now);
+    return SUCCESS;
 }
 
 // Page-locked memory and copies in the order of the stream. The host's side of a copy happens as late as the real one
@@ -173,6 +200,7 @@ CALL(cuMemcpyHtoDAsync_v2, uint64_t to, const void* from, size_t size, void*) {
     std::lock_guard<std::recursive_mutex> lock(running);
     flush();
     leaving.push_back({(void*)to, from, size});
+    memory.copied += size;
     return SUCCESS;
 }
 // An event: the number of copies that had been asked for, and when it was recorded.
@@ -197,8 +225,18 @@ CALL(cuEventSynchronize, Event* event) {
 CALL(cuEventElapsedTime, float* milliseconds, const Event* start, const Event* end) {
     return *milliseconds = std::chrono::duration<float, std::milli>(end->time - start->time).count(), SUCCESS;
 }
-CALL(cuMemFree_v2, uint64_t at) { return flush(), free((void*)at), SUCCESS; }
+CALL(cuMemFree_v2, uint64_t at) {
+    std::lock_guard<std::recursive_mutex> lock(running);
+    flush();
+    auto freed = memory.sizes.find(at);
+    if (freed == memory.sizes.end()) return INVALID_VALUE;
+    memory.now -= freed->second;
+    memory.sizes.erase(freed);
+    return free((void*)at), SUCCESS;
+}
 CALL(cuMemcpyHtoD_v2, uint64_t to, const void* from, size_t size) {
+    std::lock_guard<std::recursive_mutex> lock(running);
+    memory.copied += size;
     return flush(), memcpy((void*)to, from, size), SUCCESS;
 }
 CALL(cuMemcpyDtoH_v2, void* to, uint64_t from, size_t size) {
@@ -228,6 +266,7 @@ struct Launch {
         std::lock_guard<std::recursive_mutex> lock(running);
         flush();
         broken = wrong("broken");
+        emulate::leaves_last_block = kernel().first == setting("FAKE_CUDA_WRONG");
         emulate::most_shared_bytes = asked_bytes.count(function) ? chip().block_bytes : UNASKED;
         emulate::launch(kernel().first, grid, threads, shared, arguments, kernel().second.sizes);
     }

@@ -2,9 +2,11 @@
 //! way in which a driver can refuse.
 
 mod bench;
+mod checked;
 mod chips;
 #[path = "../common/mod.rs"]
 mod common;
+mod memory;
 mod model;
 
 use std::path::{Path, PathBuf};
@@ -60,8 +62,15 @@ fn main() -> ExitCode {
     add("eval", model::eval);
     add("dump", model::dump);
     add("cublas", model::cublas);
+    add("gpu_check_passes", checked::passes);
+    add("gpu_check_fails", checked::fails);
+    add("gpu_check_refused", checked::refused);
+    add("gpu_by_name", checked::by_name);
     add("room", model::room);
     add("small", model::small);
+    add("memory_estimates", memory::estimates);
+    add("memory_fitting", memory::fitting);
+    add("memory_of_other_commands", memory::other_commands);
     add("unfit", model::unfit);
     add("everything", model::everything);
     add("not_finite", model::not_finite);

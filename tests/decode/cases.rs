@@ -4,6 +4,7 @@
 use std::ops::Range;
 
 use half::{bf16, f16};
+pub use kvsmith::compute::comparison::UNIT;
 use kvsmith::compute::cuda::buffer::Buffer;
 use kvsmith::compute::cuda::driver::Driver;
 use kvsmith::float::Float;
@@ -19,9 +20,6 @@ use rand_chacha::ChaCha8Rng;
 
 pub use super::common::random::{normal, normals};
 use super::gpus::Check;
-
-/// Relative rounding of one operation in f32.
-pub const UNIT: f64 = 1.0 / (1u64 << 24) as f64;
 
 /// Sizes of a layer and of what is asked of it, with what only the cases of one file have.
 #[derive(Clone)]

@@ -129,10 +129,7 @@ pub fn selection<'d>(driver: &'d dyn Driver, shape: Shape, most: usize, lists: &
 
 /// The attention outputs, `[b,h,d]`.
 pub fn output(attention: &Attention<'_>) -> Vec<f32> {
-    let shape = attention.shape();
-    let rows = attention.out.read().unwrap();
-    let rows = rows.chunks(shape.width());
-    rows.flat_map(|row| &row[..shape.head_dim]).copied().collect()
+    attention.output().unwrap()
 }
 
 /// The tables, `[b,h,2,capacity]`: by position and by distance.

@@ -2,7 +2,7 @@
 
 use kvsmith::compute::cuda::buffer::Buffer;
 use kvsmith::compute::cuda::driver::Driver;
-use kvsmith::compute::cuda::linear::{FEW, Linear, Matrix, Products};
+use kvsmith::compute::cuda::linear::{FEW, Linear, Matrix, Products, relative_error};
 use kvsmith::float::Float;
 use rand::{Rng, SeedableRng};
 use rand_chacha::ChaCha8Rng;
@@ -165,10 +165,7 @@ pub fn check(driver: &dyn Driver, case: &Case) {
     if tensor {
         random.x.iter_mut().for_each(|x| *x = round(case.kind, *x));
     }
-    // k + 2 additions to a sum of at most the magnitudes, and as many products; tensor cores truncate, and align
-    // what they add to fewer bits than f32 has.
-    let unit = if tensor { 0.5f64.powi(22) } else { 0.5f64.powi(23) };
-    let relative = (case.k + 3) as f64 * unit;
+    let relative = relative_error(case.k, tensor);
     assert!(relative < 2e-3, "a bound that says nothing");
     for (i, out) in out.iter().enumerate() {
         let (exact, magnitude) = random.exactly(case, i / case.n, i % case.n);

@@ -299,15 +299,15 @@ impl<'a> LayerSetting<'a> {
 }
 
 /// Opens the GPU if the steps are to run on one.
-fn open_cuda(args: &LayerArgs, device: DeviceFlag) -> Result<Option<Cuda>> {
-    match device {
+fn open_cuda(args: &LayerArgs, global: &Global) -> Result<Option<Cuda>> {
+    match global.device {
         DeviceFlag::Wgpu => {
             let error = Error::device("`bench` cannot time decode steps on device `wgpu`");
             Err(error.hint("use --device cpu or --device cuda"))
         }
         DeviceFlag::Cuda => {
             float(args.caches.kv)?;
-            Cuda::open().map(Some)
+            global.open_cuda().map(Some)
         }
         _ => Ok(None),
     }
@@ -317,7 +317,7 @@ fn open_cuda(args: &LayerArgs, device: DeviceFlag) -> Result<Option<Cuda>> {
 pub fn run(args: &LayerArgs, attends: bool, global: &Global) -> Result<()> {
     check(&args.methods, args.ranking, global.device)?;
     warn_of_unused(&args.methods, args.caches.kv == KvType::TwoBit, global);
-    let cuda = open_cuda(args, global.device)?;
+    let cuda = open_cuda(args, global)?;
     let driver = cuda.as_ref().map(Cuda::driver);
     let mut settings = settings(args, attends, global.seed);
     if driver.is_some() && !attends {

@@ -11,10 +11,10 @@ use super::report::{Results, Times, against_read_loop, measure};
 use super::timed::{listed, methods, warn_of_unused, without};
 use crate::cmd::args::Global;
 use crate::cmd::merge;
-use crate::compute::cuda::Cuda;
 use crate::compute::cuda::driver::Driver;
 use crate::cuda::Body;
 use crate::cuda::backend::CudaBackend;
+use crate::cuda::room;
 use crate::error::{Error, Kind, Result};
 use crate::flags::{DeviceFlag, Trimmed, at_least_one};
 use crate::interrupt;
@@ -92,7 +92,7 @@ pub fn run(args: &ModelArgs, global: &Global) -> Result<()> {
     for setting in &settings {
         setting.check()?;
     }
-    let gpu = Cuda::open()?;
+    let gpu = global.open_cuda()?;
     let driver = gpu.driver();
     let bandwidth = cuda_step::bandwidth(driver, args.runs)?;
     let log = global.log();
@@ -181,6 +181,18 @@ impl ModelSetting<'_> {
         Err(Error::usage(what).hint("reduce --context, --batch or --runs, or use a smaller model"))
     }
 
+    /// Makes the model and its caches, with random contents.
+    fn backend<'d>(
+        &self,
+        driver: &'d dyn Driver,
+        options: Options,
+        context: usize,
+    ) -> Result<CudaBackend<'d>> {
+        let body = Body::random(driver, self.config.clone(), self.seed)?;
+        let sizes = [self.batch, context, STEPS * (self.args.runs + 1)];
+        CudaBackend::random(body, self.bench, self.args.caches.size, options, sizes, self.seed)
+    }
+
     /// Times the steps and adds the result.
     fn add(&self, driver: &dyn Driver, bandwidth: f64, results: &mut Results<'_>) -> Result<()> {
         let (args, caches) = (self.args, &self.args.caches);
@@ -192,9 +204,13 @@ impl ModelSetting<'_> {
             packed: Center::Median.into(),
         };
         let weights = Body::random_bytes(&self.config);
-        let body = Body::random(driver, self.config.clone(), self.seed)?;
-        let sizes = [self.batch, self.context, STEPS * (args.runs + 1)];
-        let mut backend = CudaBackend::random(body, self.bench, caches.size, options, sizes, self.seed)?;
+        room::check(
+            driver,
+            self.context,
+            &|driver, context| self.backend(driver, options, context).map(drop),
+            "reduce --context or --batch",
+        )?;
+        let mut backend = self.backend(driver, options, self.context)?;
         let mut steps = 0;
         let times = measure(args.runs, || {
             let all = driver

@@ -27,6 +27,17 @@ pub trait Driver: Send + Sync {
     /// Allocates `bytes` bytes (at least one); `None` if that much memory is not free.
     fn allocate(&self, bytes: usize) -> Result<Option<Address>>;
 
+    /// Says what the allocations from now on are for, and returns what those before were for. Only a
+    /// [`Ledger`](super::ledger::Ledger) tells them apart.
+    fn set_purpose(&self, purpose: Purpose) -> Purpose {
+        purpose
+    }
+
+    /// Returns whether allocations hold what is written to them: false for a driver that only counts bytes.
+    fn has_memory(&self) -> bool {
+        true
+    }
+
     /// Frees memory that [`Driver::allocate`] returned.
     fn free(&self, address: Address);
 
@@ -127,6 +138,27 @@ pub trait Driver: Send + Sync {
         let _ = product;
         Ok(false)
     }
+}
+
+/// What device memory is for.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Purpose {
+    /// The weights of the model.
+    Weights,
+    /// Cached keys and values.
+    Caches,
+    /// The indexes of a method, with the buffers of its steps.
+    Indexes,
+    /// Everything else: buffers for prompts and steps.
+    Workspaces,
+}
+
+/// Calls `work`, whose allocations are for `purpose`.
+pub fn allocating<T>(driver: &dyn Driver, purpose: Purpose, work: impl FnOnce() -> T) -> T {
+    let before = driver.set_purpose(purpose);
+    let out = work();
+    driver.set_purpose(before);
+    out
 }
 
 /// A range of device memory, and the host memory that it is copied to.

@@ -37,23 +37,41 @@ impl<'d> Matrix<'d> {
     /// # Errors
     /// `bytes` has another length; the kernels do not support the sizes; out of memory.
     pub fn new(driver: &'d dyn Driver, kind: Float, rows: usize, cols: usize, bytes: &[u8]) -> Result<Self> {
+        let weight = Self::empty(driver, kind, rows, cols)?;
+        weight.write(bytes)?;
+        Ok(weight)
+    }
+
+    /// Allocates space for a weight of `rows` times `cols` values.
+    ///
+    /// # Errors
+    /// The kernels do not support the sizes; out of memory.
+    pub fn empty(driver: &'d dyn Driver, kind: Float, rows: usize, cols: usize) -> Result<Self> {
         if rows == 0 || cols == 0 || rows.max(cols) > 1 << 30 {
             return Err(Error::failed(format!("CUDA: a weight of {rows} x {cols}")));
-        }
-        let expected = rows * cols * kind.bytes();
-        if bytes.len() != expected {
-            let found = bytes.len();
-            return Err(Error::failed(format!(
-                "CUDA: a weight of {rows} x {cols} {} has {found} bytes instead of {expected}",
-                kind.name()
-            )));
         }
         Ok(Self {
             kind,
             rows,
             cols,
-            values: Buffer::of(driver, "weights", bytes)?,
+            values: Buffer::new(driver, "weights", rows * cols * kind.bytes())?,
         })
+    }
+
+    /// Replaces all values, little-endian and row after row.
+    ///
+    /// # Errors
+    /// `bytes` has another length.
+    pub fn write(&self, bytes: &[u8]) -> Result<()> {
+        let (found, expected) = (bytes.len(), self.values.len());
+        if found != expected {
+            let Self { kind, rows, cols, .. } = self;
+            return Err(Error::failed(format!(
+                "CUDA: a weight of {rows} x {cols} {} has {found} bytes instead of {expected}",
+                kind.name()
+            )));
+        }
+        self.values.write(bytes)
     }
 
     /// Makes a weight of random numbers from -1 to 1, for a benchmark.
@@ -61,14 +79,9 @@ impl<'d> Matrix<'d> {
     /// # Errors
     /// Out of memory.
     pub fn random(driver: &'d dyn Driver, kind: Float, rows: usize, cols: usize, seed: u32) -> Result<Self> {
-        let values = Buffer::new(driver, "weights", rows * cols * kind.bytes())?;
-        fill(driver, &values, rows * cols, Random::Float(kind), seed)?;
-        Ok(Self {
-            kind,
-            rows,
-            cols,
-            values,
-        })
+        let weight = Self::empty(driver, kind, rows, cols)?;
+        fill(driver, &weight.values, rows * cols, Random::Float(kind), seed)?;
+        Ok(weight)
     }
 }
 
@@ -230,6 +243,15 @@ impl<'d> Products<'d> {
     }
 }
 
+/// Returns by how much a result of [`Products::forward`] may differ from the exact product of the rounded inputs, relative
+/// to the sum of the magnitudes of its k products, its bias and what it is added to.
+///
+/// There are k + 2 additions to a sum of at most these magnitudes, and as many products. Tensor cores (`rounds`) truncate,
+/// and align what they add to fewer bits than f32 has.
+pub fn relative_error(k: usize, rounds: bool) -> f64 {
+    (k + 3) as f64 * if rounds { 0.5f64.powi(22) } else { 0.5f64.powi(23) }
+}
+
 /// Returns the grid of a kernel whose blocks each compute a square tile of the `m` x `n` results.
 fn tiles(m: usize, n: usize, side: usize) -> [usize; 3] {
     [m.div_ceil(side) * n.div_ceil(side), 1, 1]
@@ -250,8 +272,9 @@ impl Linear<'_> {
         }
         Ok(())
     }
+
     /// Adds the bias to `m` rows of results.
-    fn add_bias(&self, driver: &dyn Driver, m: usize, out: &Buffer<'_, f32>) -> Result<()> {
+    pub(crate) fn add_bias(&self, driver: &dyn Driver, m: usize, out: &Buffer<'_, f32>) -> Result<()> {
         let Some(bias) = &self.bias else {
             return Ok(());
         };

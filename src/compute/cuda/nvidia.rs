@@ -9,31 +9,28 @@ use std::sync::{Mutex, MutexGuard};
 
 use cudarc::driver::result::{self, DriverError};
 use cudarc::driver::sys::{
-    self, CUcontext, CUdevice, CUdevice_attribute, CUfunction, CUfunction_attribute, CUmodule, CUresult,
+    CUcontext, CUdevice, CUdevice_attribute, CUfunction, CUfunction_attribute, CUmodule, CUresult,
 };
 
 use super::driver::{Address, Arg, Driver, Launch, Part, Product};
 use super::kernels::{self, Kernel};
 use crate::error::{Error, Result};
+pub use found::Found;
 use mark::Mark;
 use products::Products;
 use recording::{Noted, Recordings};
 use staging::Staging;
 
 pub mod compile;
+mod found;
 mod mark;
 mod products;
 mod recording;
 mod staging;
 
-/// The hint of errors that say that CUDA is not available.
-const HINT: &str = "install the NVIDIA driver (`nvidia-smi` shows whether it works), or use --device cpu";
-/// The oldest compute capability that the kernels run on: they need asynchronous copies and m16n8k16 products.
-const OLDEST: (i32, i32) = (8, 0);
-
 /// The first compute capability on which the blocks of a recorded kernel can take their places before the kernel before
 /// it has ended; `wait_for_earlier` in kernels/common.h then waits for its end.
-pub(self) const OVERLAPPING: (i32, i32) = (9, 0);
+const OVERLAPPING: (i32, i32) = (9, 0);
 
 /// The shared memory, in bytes, that a block may use on every GPU without opting in.
 const SHARED_UNASKED: usize = 48 << 10;
@@ -75,32 +72,13 @@ impl Nvidia {
     /// # Errors
     /// There is no driver or no GPU, the GPU is too old, or there are no kernels for it: exit code 3.
     pub fn open() -> Result<Self> {
-        // SAFETY: looks for the library and closes it again.
-        if !unsafe { sys::is_culib_present() } {
-            return Err(Error::device("CUDA: no NVIDIA driver (libcuda) found").hint(HINT));
-        }
-        result::init().map_err(|e| match e.0 {
-            CUresult::CUDA_ERROR_NO_DEVICE => no_gpu(),
-            _ => failed("cannot start the driver", e).hint(HINT),
-        })?;
-        if result::device::get_count().map_err(|e| failed("cannot list the GPUs", e))? == 0 {
-            return Err(no_gpu());
-        }
-        let device = result::device::get(0).map_err(|e| failed("cannot open the first GPU", e))?;
-        let name =
-            result::device::get_name(device).map_err(|e| failed("cannot read the name of the GPU", e))?;
-        let fact = |which| attribute(device, which);
-        let major = fact(CUdevice_attribute::CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR)?;
-        let minor = fact(CUdevice_attribute::CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR)?;
-        let multiprocessors = fact(CUdevice_attribute::CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT)?;
-        let capability = (major, minor);
-        if capability < OLDEST {
-            return Err(Error::device(format!(
-                "CUDA: {name} has compute capability {major}.{minor}; kvsmith needs 8.0 or later"
-            ))
-            .hint("use --device wgpu or --device cpu"));
-        }
-        let adapter = format!("{name}, compute capability {major}.{minor}, CUDA {}", version()?);
+        let found = Found::first()?;
+        let (device, capability) = (found.device, found.capability);
+        let multiprocessors = attribute(
+            device,
+            CUdevice_attribute::CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT,
+        )?;
+        let adapter = format!("{}, CUDA {}", found.gpu, found.cuda);
         // SAFETY: the device is the one that the driver just gave.
         let context =
             unsafe { result::primary_ctx::retain(device) }.map_err(|e| failed("cannot open the GPU", e))?;
@@ -432,10 +410,6 @@ fn prefer_shared(function: CUfunction, bytes: usize) -> Result<()> {
     Ok(())
 }
 
-fn no_gpu() -> Error {
-    Error::device("CUDA: the driver finds no NVIDIA GPU").hint(HINT)
-}
-
 fn failed(what: &str, e: DriverError) -> Error {
     let owned = |text: &CStr| text.to_string_lossy().into_owned();
     let (name, text) = (e.error_name().map(owned), e.error_string().map(owned));
@@ -450,14 +424,4 @@ fn attribute(device: CUdevice, attribute: CUdevice_attribute) -> Result<i32> {
     // SAFETY: the device is one that the driver gave.
     unsafe { result::device::get_attribute(device, attribute) }
         .map_err(|e| failed("cannot read the properties of the GPU", e))
-}
-
-/// Returns the CUDA version of the driver, such as 13.0.
-fn version() -> Result<String> {
-    let mut version = 0;
-    // SAFETY: writes a number to where the pointer points.
-    unsafe { sys::cuDriverGetVersion(&mut version) }
-        .result()
-        .map_err(|e| failed("cannot read the version of the driver", e))?;
-    Ok(format!("{}.{}", version / 1000, version % 1000 / 10))
 }

@@ -412,6 +412,16 @@ impl<'d> Attention<'d> {
         .launch(self.driver, grid)
     }
 
+    /// Copies the outputs to the host, `[b,h,d]`; waits for the device.
+    pub fn output(&self) -> Result<Vec<f32>> {
+        let rows = self.out.read()?;
+        let rows = rows.chunks(self.shape.width());
+        Ok(rows
+            .flat_map(|row| &row[..self.shape.head_dim])
+            .copied()
+            .collect())
+    }
+
     /// Copies the outputs to rows `[b,h d]`.
     pub fn output_rows(&self, rows: &Buffer<'_, f32>) -> Result<()> {
         let (n, w, d) = (self.shape.query_heads(), self.shape.width(), self.shape.head_dim);

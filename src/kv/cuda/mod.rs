@@ -7,6 +7,7 @@
 
 pub mod attend;
 pub(crate) mod best;
+pub mod bounds;
 pub mod cache;
 pub mod packed;
 pub mod prefill;

@@ -94,6 +94,11 @@ impl Codebooks {
         })
     }
 
+    /// Joins the codebooks of the heads, those of the first layer first.
+    pub fn of(n_kv_heads: usize, heads: Vec<Arc<HeadCodebook>>) -> Self {
+        Self { n_kv_heads, heads }
+    }
+
     /// Returns the codebook of a head.
     pub fn head(&self, layer: usize, kv_head: usize) -> &Arc<HeadCodebook> {
         &self.heads[layer * self.n_kv_heads + kv_head]

@@ -121,6 +121,11 @@ impl HeadCodebooks {
         })
     }
 
+    /// Joins the quantisers of the heads, those of the first layer first.
+    pub fn of_heads(n_kv_heads: usize, heads: Vec<Arc<HeadCodebook>>) -> Self {
+        Self { n_kv_heads, heads }
+    }
+
     /// Returns whether the mean's path is subtracted from the keys before they are encoded.
     pub fn have_paths(&self) -> bool {
         self.heads.iter().any(|head| head.path.is_some())

@@ -106,8 +106,10 @@ pub(in crate::method::a2ats) fn random<'d>(at: OnDevice<'d>, contents: &Contents
     each_layer(contents.limits, |layer, limits| {
         let seed = contents.seeds[layer];
         let mut rng = ChaCha8Rng::seed_from_u64(u64::from(seed));
-        let codebook =
-            |_| Array2::from_shape_simple_fn((contents.codewords, d), || rng.r#gen::<f32>() * 2.0 - 1.0);
+        let codebook = |_| match at.driver.has_memory() {
+            true => Array2::from_shape_simple_fn((contents.codewords, d), || rng.r#gen::<f32>() * 2.0 - 1.0),
+            false => Array2::zeros((contents.codewords, d)),
+        };
         let books: Vec<Array2<f32>> = (0..at.shape.kv_heads).map(codebook).collect();
         let heads = books.iter().map(|codebook| HeadConstants {
             codebook: codebook.view(),

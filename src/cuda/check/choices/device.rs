@@ -1,0 +1,200 @@
+//! A layer on the device, fed as a session feeds it.
+
+use ndarray::{Array3, s};
+
+use super::{Rows, Setting};
+use crate::compute::cuda::buffer::Buffer;
+use crate::compute::cuda::driver::Driver;
+use crate::cuda::check::case::upload;
+use crate::error::{Error, Result};
+use crate::float::Float;
+use crate::kv::cuda::attend::{Attention, LayerRows};
+use crate::kv::cuda::cache::LayerCache;
+use crate::kv::cuda::prompt::{Prompts, Queries};
+use crate::kv::cuda::{Limits, Positions, Rotated};
+use crate::kv::packed::{Center, Layout};
+use crate::method::Method;
+use crate::method::cuda::{Chunk, CudaIndex, CudaStep, OnDevice, TALLIES, WholePrompt};
+
+/// A layer whose rows are fed to the device.
+pub struct Layer<'a> {
+    pub driver: &'a dyn Driver,
+    pub setting: &'a Setting,
+    pub rows: &'a Rows,
+}
+
+/// What the device did in all steps.
+pub struct Found {
+    pub steps: Vec<Chosen>,
+    /// The sums of [`CudaIndex::tally`].
+    pub tallies: Vec<f64>,
+    /// Whether the index ranks by true probabilities.
+    pub is_oracle: bool,
+}
+
+/// What the device did in a step.
+pub struct Chosen {
+    /// The chosen positions of each KV head.
+    pub lists: Vec<Vec<u32>>,
+    /// The attention output, `[h,d]`.
+    pub out: Vec<f32>,
+}
+
+/// The keys, values and queries of some positions, `[heads,m,d]` on the device.
+struct Part<'d> {
+    keys: Buffer<'d, f32>,
+    values: Buffer<'d, f32>,
+    queries: Buffer<'d, f32>,
+    m: usize,
+}
+
+impl<'d> Part<'d> {
+    fn keys(&self) -> Rotated<'_> {
+        both(&self.keys)
+    }
+
+    fn queries(&self) -> Rotated<'_> {
+        both(&self.queries)
+    }
+}
+
+/// Rows that are the same before and after rotation.
+fn both<'b>(rows: &'b Buffer<'_, f32>) -> Rotated<'b> {
+    Rotated {
+        pre: rows,
+        rope: rows,
+    }
+}
+
+impl<'a> Layer<'a> {
+    fn part(&self, first: usize, m: usize) -> Result<Part<'a>> {
+        let rows = |of: &Array3<f32>| -> Result<Buffer<'a, f32>> {
+            let part = of.slice(s![.., first..first + m, ..]);
+            upload(self.driver, &part.iter().copied().collect::<Vec<_>>())
+        };
+        Ok(Part {
+            keys: rows(&self.rows.keys)?,
+            values: rows(&self.rows.values)?,
+            queries: rows(&self.rows.queries)?,
+            m,
+        })
+    }
+
+    /// Feeds the prompt and the steps.
+    pub fn run(&self, method: &dyn Method) -> Result<Found> {
+        let (driver, setting) = (self.driver, self.setting);
+        let (shape, limits) = (setting.shape()?, setting.limits());
+        let at = OnDevice {
+            driver,
+            shape,
+            kv: setting.kv,
+        };
+        let without = || Error::failed("CUDA: a method without an index on the device");
+        let index = method.cuda().ok_or_else(without)?.indexes(at, &[limits])?;
+        let index = index.into_iter().next().ok_or_else(without)?;
+        let mut cache = LayerCache::new(driver, shape, setting.kv)?;
+        let mut positions = Positions::new(driver, shape, limits)?;
+        self.prompt(index.as_ref(), &mut cache, &mut positions)?;
+        let attention = Attention::new(driver, shape)?;
+        let sums = Buffer::<f64>::zeros(driver, "sums of what is read", TALLIES)?;
+        let mut steps = Vec::new();
+        for number in 0..setting.steps {
+            let part = self.part(setting.n + number, 1)?;
+            positions.advance(1)?;
+            cache.append(&part.keys, &part.values, 1, &positions)?;
+            index.append(part.keys(), &positions)?;
+            let step = CudaStep {
+                number,
+                queries: part.queries(),
+                cache: Some(&cache),
+                positions: &positions,
+            };
+            let chosen = index.select(&step)?;
+            cache.attend(&attention, &part.queries, &positions, chosen)?;
+            index.observe(&step, &attention)?;
+            index.tally(at, &positions, chosen, &sums)?;
+            steps.push(Chosen {
+                lists: chosen.map_or(Ok(positions.between()), |chosen| chosen.read())?,
+                out: attention.output()?,
+            });
+        }
+        Ok(Found {
+            steps,
+            tallies: sums.read()?,
+            is_oracle: index.is_oracle(),
+        })
+    }
+
+    /// Feeds the prompt in two parts.
+    fn prompt(
+        &self,
+        index: &dyn CudaIndex,
+        cache: &mut LayerCache<'a>,
+        positions: &mut Positions<'a>,
+    ) -> Result<()> {
+        let (driver, n) = (self.driver, self.setting.n);
+        let shape = self.setting.shape()?;
+        let first = n * 2 / 3;
+        index.begin_prompt(0..n, first)?;
+        // A 2-bit cache takes the rows of a whole prompt.
+        let mut context = match cache {
+            LayerCache::Plain(_) => None,
+            LayerCache::Packed(_) => Some((
+                LayerRows::new(driver, shape, Float::F32)?,
+                Positions::new(driver, shape, Limits::last(1))?,
+            )),
+        };
+        let mut last = None;
+        for (at, m) in [(0, first), (first, n - first)] {
+            let part = self.part(at, m)?;
+            positions.advance(m)?;
+            match &mut context {
+                Some((rows, own)) => {
+                    own.advance(m)?;
+                    rows.append(&part.keys, &part.values, m, own)?;
+                }
+                None => cache.append(&part.keys, &part.values, m, positions)?,
+            }
+            index.extend(&Chunk {
+                queries: part.queries(),
+                keys: part.keys(),
+                m,
+                rows: rows_of(cache, context.as_ref())?,
+                positions,
+            })?;
+            last = Some(part);
+        }
+        let last = last.ok_or_else(|| Error::failed("a prompt without parts"))?;
+        let queries = Queries {
+            rows: &last.queries,
+            m: last.m,
+        };
+        let prompts = match context.is_some() || index.wants_prompts() {
+            true => Some(Prompts::new(driver, shape)?),
+            false => None,
+        };
+        if let (Some((rows, _)), Some(prompts), LayerCache::Packed(packed)) =
+            (&context, &prompts, &mut *cache)
+        {
+            prompts.pack(rows, queries, Layout::from(Center::Median), positions, packed)?;
+        }
+        index.end_of_prompt(&WholePrompt {
+            rows: rows_of(cache, context.as_ref())?,
+            cache: Some(cache),
+            queries,
+            prompts: prompts.as_ref(),
+            positions,
+        })?;
+        index.end_prompt();
+        Ok(())
+    }
+}
+
+/// Returns the rows that a prompt attends.
+fn rows_of<'s, 'd>(
+    cache: &'s LayerCache<'d>,
+    context: Option<&'s (LayerRows<'d>, Positions<'d>)>,
+) -> Result<&'s LayerRows<'d>> {
+    let rows = context.map(|(rows, _)| rows).or(cache.plain());
+    rows.ok_or_else(|| Error::failed("a prompt without rows"))
+}
