@@ -7,7 +7,7 @@ use std::process::ExitCode;
 
 use common::*;
 use kvsmith::artifact::Artifact;
-use kvsmith::compute;
+use kvsmith::compute::{self, Workload};
 use kvsmith::flags;
 use kvsmith::method::sections::SECTIONS;
 use libtest_mimic::{Arguments, Trial};
@@ -26,7 +26,7 @@ fn main() -> ExitCode {
         ("wgpu", flags::DeviceFlag::Wgpu),
         ("cuda", flags::DeviceFlag::Cuda),
     ] {
-        let missing = compute::open(device, &|_| false, &|_| {}).err();
+        let missing = compute::open(device, Workload::Fits, &|_| false, &|_| {}).err();
         if let Some(reason) = &missing {
             eprintln!("{name}: ignored, {reason}");
         }

@@ -283,11 +283,11 @@ fn disassembler() -> Option<PathBuf> {
 /// No kernel of a decode step adds in shared memory by a loop of compare-and-swap, as 64-bit additions are, and none has
 /// local memory.
 fn check_machine_code(chip: u32, folder: &Path) {
-    let image = Path::new(REPORTS.expect("a folder")).join(format!("sm_{chip}.fatbin"));
+    let image = Path::new(REPORTS.expect("a folder")).join(format!("sm_{chip}.cubin"));
     let path = std::env::var_os("PATH").unwrap_or_default();
     let folders = std::iter::once(folder.to_owned()).chain(std::env::split_paths(&path));
     let output = Command::new(folder.join("cuobjdump"))
-        .args(["-sass", "-arch", &format!("sm_{chip}")])
+        .arg("-sass")
         .arg(image)
         .env("PATH", std::env::join_paths(folders).expect("a path"))
         .output()

@@ -8,11 +8,11 @@ use clap::Args;
 use clap::builder::{PathBufValueParser, TypedValueParser};
 
 use super::gpu_check::stamp::Stamp;
-use crate::compute;
 use crate::compute::cpu::Cpu;
 use crate::compute::cuda::Cuda;
 use crate::compute::cuda::driver::Driver;
 use crate::compute::cuda::nvidia::Found;
+use crate::compute::{self, Workload};
 use crate::corpus::{self, TextFiles};
 use crate::error::{Error, Result};
 use crate::flags::{DeviceFlag, Precision, parse_count, parse_count_or_all};
@@ -81,7 +81,7 @@ impl Global {
     ///
     /// # Errors
     /// The device asked for is not there: exit code 3.
-    pub fn open_device(&self) -> Result<Box<dyn compute::device::Device>> {
+    pub fn open_device(&self, workload: Workload) -> Result<Box<dyn compute::device::Device>> {
         let log = self.log();
         let may_use = |found: &Found| match Stamp::of(found) {
             Some(_) => true,
@@ -90,7 +90,7 @@ impl Global {
                 false
             }
         };
-        let mut device = compute::open(self.device, &may_use, &|text| log.detail(text))?;
+        let mut device = compute::open(self.device, workload, &may_use, &|text| log.detail(text))?;
         let adapter = device.cuda().map(Driver::adapter);
         match (self.device, adapter.filter(|adapter| !Stamp::has_passed(adapter))) {
             (DeviceFlag::Auto, Some(adapter)) => {
@@ -128,7 +128,7 @@ impl Global {
     pub fn open_model_device(&self, command: &str) -> Result<Box<dyn compute::device::Device>> {
         match self.device {
             DeviceFlag::Wgpu => Err(unable(command, "wgpu")),
-            _ => self.open_device(),
+            _ => self.open_device(Workload::Model),
         }
     }
 

@@ -17,6 +17,7 @@ use super::verdict::{self, Judging, VerdictFlags};
 use super::{check_wrope_position, finish, layers_on, load_corpus, model_manifest, open_model, output};
 use crate::artifact::{self, Fit, FitInput, Section};
 use crate::cmd::args::{Global, Input, RopeKind, model_folder};
+use crate::compute::Workload;
 use crate::compute::device::Device;
 use crate::corpus::{Corpus, Origin};
 use crate::disk::Output;
@@ -170,7 +171,7 @@ pub fn time_stages(settings: Settings, output: &Path, global: &Global) -> Result
 fn calibrate(args: &Args, global: &Global) -> Result<Made> {
     heap::return_large_allocations();
     let (log, settings) = (global.log(), &args.settings);
-    let device = global.open_device()?;
+    let device = global.open_device(Workload::Model)?;
     note_cpu_parts(device.as_ref(), log);
     let start = std::time::Instant::now();
     let inputs: Vec<&Path> = settings.input.files().chain([settings.model.as_path()]).collect();

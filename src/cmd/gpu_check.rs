@@ -52,7 +52,10 @@ pub fn run(_: &Args, global: &Global) -> Result<()> {
         false => print(&table(&report, seconds))?,
     }
     match &report.failure {
-        None => Ok(log.note("--device auto uses this GPU from now on")),
+        None => {
+            log.note("--device auto uses this GPU from now on");
+            Ok(())
+        }
         Some(failed) => Err(refusal(failed)),
     }
 }

@@ -24,12 +24,14 @@ mod task;
 pub mod verdict;
 
 use std::path::{Path, PathBuf};
+use std::sync::Once;
 use std::sync::atomic::Ordering;
 
 use serde_json::{Value, json};
 
 use crate::artifact::short;
 use crate::compute::cpu::Cpu;
+use crate::compute::cuda::driver::Driver;
 use crate::compute::device::Device;
 use crate::corpus::Corpus;
 use crate::cuda::LayerSizes;
@@ -37,6 +39,7 @@ use crate::cuda::layers::CudaLayers;
 use crate::cuda::room::{Extent, Source};
 use crate::error::{Error, Result};
 use crate::flags;
+use crate::float::Float;
 use crate::model::forward::{CpuForward, CpuLayers, Forward, Layers};
 use crate::model::{Decoder, ModelConfig, ModelManifest};
 use crate::progress::{Log, harmless, size};
@@ -207,16 +210,28 @@ fn check_wrope_position(position: usize, config: &ModelConfig, global: &Global) 
 /// Tells whether the device is a GPU that can run the model. A GPU that cannot run it is an error if it was asked for
 /// by name; with `--device auto`, the model then runs on the CPU.
 fn can_run(device: &dyn Device, decoder: &Decoder, global: &Global) -> Result<bool> {
-    if device.cuda().is_none() {
+    let Some(driver) = device.cuda() else {
         return Ok(false);
-    }
+    };
     match (LayerSizes::of(&decoder.config).check(), global.device) {
-        (Ok(()), _) => Ok(true),
+        (Ok(()), _) => {
+            warn_of_library(driver, decoder, global);
+            Ok(true)
+        }
         (Err(e), flags::DeviceFlag::Auto) => {
             global.log().note(&format!("the model runs on the CPU: {e}"));
             Ok(false)
         }
         (Err(e), _) => Err(e),
+    }
+}
+
+/// Warns once if the GPU's library for products is missing and the model would use it: products in f32 do not.
+fn warn_of_library(driver: &dyn Driver, decoder: &Decoder, global: &Global) {
+    static WARNED: Once = Once::new();
+    let is_used = global.precision == flags::Precision::Auto && decoder.embedding.dtype != Float::F32;
+    if let Some(missing) = driver.missing_library().filter(|_| is_used) {
+        WARNED.call_once(|| global.log().warn(missing));
     }
 }
 

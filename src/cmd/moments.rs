@@ -7,6 +7,7 @@ use serde_json::json;
 
 use super::{finish, output, paths};
 use crate::cmd::args::{Global, RopeKind};
+use crate::compute::Workload;
 use crate::dump::moments::Moments;
 use crate::dump::{Dump, State};
 use crate::error::Result;
@@ -33,7 +34,7 @@ pub struct Args {
 
 /// Runs `moments`.
 pub fn run(args: &Args, global: &Global) -> Result<()> {
-    let device = global.open_device()?;
+    let device = global.open_device(Workload::Fits)?;
     let dump = Dump::open(&args.dump)?;
     dump.check_queries()?;
     let b = args.wrope_position.unwrap_or(dump.options.wrope_position);

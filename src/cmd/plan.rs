@@ -16,6 +16,7 @@ use super::calibrate::stages::Stages;
 use super::{check_wrope_position, load_corpus, merge, print, print_json};
 use crate::artifact::{Fit, Section};
 use crate::cmd::bench::free_bytes;
+use crate::compute::Workload;
 use crate::corpus::Corpus;
 use crate::dump::{self, DumpOptions};
 use crate::error::Result;
@@ -53,7 +54,7 @@ pub fn show(settings: &Settings, global: &Global) -> Result<()> {
 
 fn plan(settings: &Settings, probe: bool, shards: Option<&ShardFlags>, global: &Global) -> Result<()> {
     let log = global.log();
-    let device = global.open_device()?;
+    let device = global.open_device(Workload::Fits)?;
     let config = ModelConfig::load(&settings.model)?;
     check_wrope_position(settings.wrope_position, &config, global);
     let corpus = corpus(settings, &config, global)?;

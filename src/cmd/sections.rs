@@ -14,6 +14,7 @@ use crate::artifact::{
     self, Artifact, Fit, FitInput, LayerPart, LayerStates, MomentsRead, Section, SectionKind, SectionManifest,
 };
 use crate::cmd::args::Global;
+use crate::compute::Workload;
 use crate::compute::cpu::Cpu;
 use crate::compute::device::Device;
 use crate::corpus::Origin;
@@ -185,7 +186,7 @@ impl SectionCommand {
         let facts = self.kind.facts();
         let device: Box<dyn Device> = match facts.cpu_only {
             true => global.cpu_only(facts.command).map(|()| Box::new(Cpu))?,
-            false => global.open_device()?,
+            false => global.open_device(Workload::Fits)?,
         };
         let dump = Dump::open(&self.dump)?;
         if facts.reads_queries {

@@ -37,12 +37,21 @@ pub struct Cuda {
 }
 
 impl Cuda {
-    /// Opens the first NVIDIA GPU of this machine.
+    /// Opens the first NVIDIA GPU of this machine, without the vendor's library for products.
     ///
     /// # Errors
     /// There is no driver or no GPU, the GPU is too old, or there are no kernels for it: exit code 3.
     pub fn open() -> Result<Self> {
         Ok(Self::new(Box::new(nvidia::Nvidia::open()?)))
+    }
+
+    /// Opens the first NVIDIA GPU with the vendor's library, if it is found, and calls `tell` with its place.
+    ///
+    /// # Errors
+    /// Those of [`Cuda::open`].
+    pub fn open_for_models(tell: &dyn Fn(&str)) -> Result<Self> {
+        let gpu = nvidia::Nvidia::open()?.with_library(tell)?;
+        Ok(Self::new(Box::new(gpu)))
     }
 
     /// Returns the driver of the GPU.

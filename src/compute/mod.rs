@@ -30,21 +30,31 @@ use crate::error::Result;
 use crate::flags;
 use cuda::nvidia::Found;
 
+/// What a device is opened for.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Workload {
+    /// The operations of [`device::Device`].
+    Fits,
+    /// These, and a model. On an NVIDIA GPU, the vendor's library for products is opened too, which takes time and memory.
+    Model,
+}
+
 /// Opens a device for calibration; `auto` takes an NVIDIA GPU if there is one that `may_use` accepts, else the CPU.
 ///
-/// Calls `tell` with the reason why there is no GPU, or with where the GPU's kernels come from.
+/// Calls `tell` with the reason why there is no GPU, or with where the GPU's kernels and its library come from.
 ///
 /// # Errors
 /// The requested device is not available.
 pub fn open(
     device: flags::DeviceFlag,
+    workload: Workload,
     may_use: &dyn Fn(&Found) -> bool,
     tell: &dyn Fn(&str),
 ) -> Result<Box<dyn device::Device>> {
     Ok(match device {
         flags::DeviceFlag::Auto => match Found::first() {
             Ok(found) if !may_use(&found) => Box::new(cpu::Cpu),
-            found => match found.and_then(|_| open_cuda(tell)) {
+            found => match found.and_then(|_| open_cuda(workload, tell)) {
                 Ok(cuda) => cuda,
                 Err(e) => {
                     tell(&format!("device: no NVIDIA GPU: {e}"));
@@ -54,12 +64,15 @@ pub fn open(
         },
         flags::DeviceFlag::Cpu => Box::new(cpu::Cpu),
         flags::DeviceFlag::Wgpu => Box::new(gpu::Gpu::open(gpu::GpuLimits::NONE)?),
-        flags::DeviceFlag::Cuda => open_cuda(tell)?,
+        flags::DeviceFlag::Cuda => open_cuda(workload, tell)?,
     })
 }
 
-fn open_cuda(tell: &dyn Fn(&str)) -> Result<Box<dyn device::Device>> {
-    let cuda = cuda::Cuda::open()?;
+fn open_cuda(workload: Workload, tell: &dyn Fn(&str)) -> Result<Box<dyn device::Device>> {
+    let cuda = match workload {
+        Workload::Fits => cuda::Cuda::open()?,
+        Workload::Model => cuda::Cuda::open_for_models(tell)?,
+    };
     tell(match cuda::kernels::are_built_in() {
         true => "device: the CUDA kernels are built in",
         false => "device: the CUDA kernels were compiled at startup with NVRTC",

@@ -17,7 +17,8 @@ pub fn run(checks: impl Fn() -> Vec<(String, Check)>) -> ExitCode {
     let mut trials = Vec::new();
     let emulated = Emulated::new(true).map(|driver| Arc::new(driver) as Arc<dyn Driver>);
     let perturbed = Emulated::perturbed(true).map(|driver| Arc::new(driver) as Arc<dyn Driver>);
-    let real = Nvidia::open().map(|driver| Arc::new(driver) as Arc<dyn Driver>);
+    let real = Nvidia::open().and_then(|gpu| gpu.with_library(&|text| eprintln!("{text}")));
+    let real = real.map(|driver| Arc::new(driver) as Arc<dyn Driver>);
     for (device, driver, one_in) in [
         ("emulated", emulated, 1),
         ("perturbed", perturbed, perturbed_one_in(8)),

@@ -17,8 +17,8 @@ use super::{command, library, reports};
 /// Runs the program on a chip of this compute capability.
 fn on_chip(driver: &Path, chip: u32, arguments: &str) -> Outcome {
     let mut command = command(driver, arguments);
-    // The code for 8.0 runs on 8.6 too.
-    let report = reports().join(format!("sm_{}.txt", if chip < 90 { 80 } else { chip }));
+    // The code for 8.0 runs on 8.6 too; later chips than 9.0 get the PTX of 9.0.
+    let report = reports().join(format!("sm_{}.txt", if chip < 90 { 80 } else { 90 }));
     command
         .env("FAKE_CUDA_MIB", "64")
         .env("FAKE_CUDA_CHIP", chip.to_string())
@@ -115,20 +115,49 @@ pub fn recorded_launches(driver: &Path) {
     assert_eq!(documented, found, "docs/gpu.md, and what was recorded");
 }
 
+/// One step of attention.
+const STEP: &str =
+    "bench attend -v --json --device cuda --shapes 2/1x64 --context 100 --methods full --runs 1";
+
+/// The images load on drivers of CUDA 12.0 and later. Later chips than 9.0 get PTX, which needs one of 12.4.
+pub fn versions(driver: &Path) {
+    let run = |chip: u32, version: u32| {
+        let mut command = command(driver, STEP);
+        command
+            .env("FAKE_CUDA_CHIP", chip.to_string())
+            .env("FAKE_CUDA_VERSION", version.to_string());
+        Outcome::of(command.output().unwrap())
+    };
+    for (chip, oldest) in [
+        (80, 12_000),
+        (86, 12_000),
+        (90, 12_000),
+        (100, 12_040),
+        (120, 12_040),
+    ] {
+        for version in [oldest, 12_090, 13_000] {
+            let outcome = run(chip, version);
+            assert_eq!(outcome.code, Some(0), "{chip} {version}: {}", outcome.stderr);
+        }
+        run(chip, oldest - 10).fails(
+            3,
+            "the driver is too old for the kernels",
+            "update the NVIDIA driver",
+        );
+    }
+}
+
 /// A driver that is older than the kernels takes those of its own compiler; without one it is refused.
 pub fn old_driver(driver: &Path) {
     let nvrtc = library("libnvrtc");
     let path = std::env::var("LD_LIBRARY_PATH").unwrap_or_default();
     let run = |with: bool| {
-        let mut command = command(
-            driver,
-            "bench attend -v --json --device cuda --shapes 2/1x64 --context 100 --methods full --runs 1",
-        );
+        let mut command = command(driver, STEP);
         if with {
             let folders = [nvrtc.path(), driver].map(|p| p.display().to_string()).join(":");
             command.env("LD_LIBRARY_PATH", format!("{folders}:{path}"));
         }
-        Outcome::of(command.env("FAKE_CUDA", "old_driver").output().unwrap())
+        Outcome::of(command.env("FAKE_CUDA_VERSION", "11080").output().unwrap())
     };
     let with = run(true);
     assert!(
@@ -231,7 +260,14 @@ pub fn check_script(driver: &Path) {
     ];
     let expected = expected.map(|(name, status)| (name.to_owned(), status.to_owned()));
     assert_eq!(statuses(&report), BTreeMap::from(expected), "{report}");
-    for name in ["attend", "attend-mean", "retrieve", "decode-long", "decode-short", "kmeans-one"] {
+    for name in [
+        "attend",
+        "attend-mean",
+        "retrieve",
+        "decode-long",
+        "decode-short",
+        "kmeans-one",
+    ] {
         assert!(
             report["bench"][name]["rows"][0]["median_s"].is_number(),
             "{name}: {report}"
@@ -239,11 +275,20 @@ pub fn check_script(driver: &Path) {
     }
     assert!(report["bench"]["prefill"]["prefill_s"].is_number(), "{report}");
     let stages = &report["bench"]["calibrate-layers"]["stages"];
-    assert!(stages.as_array().is_some_and(|stages| stages.len() > 3), "{report}");
+    assert!(
+        stages.as_array().is_some_and(|stages| stages.len() > 3),
+        "{report}"
+    );
     let adapter = report["adapter"].as_str().expect("an adapter");
-    assert!(adapter.starts_with("Fake GPU, compute capability 9.0"), "{adapter}");
+    assert!(
+        adapter.starts_with("Fake GPU, compute capability 9.0"),
+        "{adapter}"
+    );
     let text = std::fs::read_to_string(out.path().join("gpu.json")).unwrap();
-    assert!(text.starts_with("{\n  \"adapter\": \""), "the adapter comes first: {text}");
+    assert!(
+        text.starts_with("{\n  \"adapter\": \""),
+        "the adapter comes first: {text}"
+    );
 }
 
 /// Parts can be named; a calibration that is stopped leaves the times of its finished stages.
@@ -266,7 +311,8 @@ pub fn check_script_parts(driver: &Path) {
     assert_eq!(outcome.code, Some(0), "{} {}", outcome.stdout, outcome.stderr);
     let report = report(out.path());
     assert_eq!(statuses(&report).len(), 1, "{report}");
-    let stages = serde_json::json!([{ "name": "capture", "seconds": 3.5 }, { "name": "codebooks", "seconds": 0.25 }]);
+    let stages =
+        serde_json::json!([{ "name": "capture", "seconds": 3.5 }, { "name": "codebooks", "seconds": 0.25 }]);
     assert_eq!(report["bench"]["calibrate-layers"]["stages"], stages);
     let wrong = run("calibrat");
     assert_eq!(wrong.code, Some(2));

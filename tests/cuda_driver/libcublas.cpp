@@ -1,4 +1,5 @@
-// The product of cuBLAS that the program calls, on the CPU: for tests of the call.
+// The product of cuBLAS that the program calls, on the CPU: for tests of the call and of where the library is found.
+// VERSION is the major version. As the real one, it needs libcublasLt, without saying where that is.
 #include <cstdint>
 #include <cstdio>
 #include <cstring>
@@ -16,8 +17,16 @@ static float widen(const void* at, size_t i, int type) {
     return (float)half;
 }
 
+extern "C" int cublasLtStandIn();
+
+// Which of the version's parts is asked for: 0 major, 1 minor.
+extern "C" int cublasGetProperty(int part, int* value) {
+    *value = part == 0 ? VERSION : part == 1 ? 4 : 5;
+    return 0;
+}
+
 extern "C" int cublasCreate_v2(void** handle) {
-    fprintf(stderr, "stand-in cuBLAS\n");
+    fprintf(stderr, "stand-in cuBLAS %d with libcublasLt %d\n", VERSION, cublasLtStandIn());
     *handle = (void*)8;
     return 0;
 }

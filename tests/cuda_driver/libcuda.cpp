@@ -3,8 +3,8 @@
 // an old driver lacks fails here as it does there. Environment variables:
 //
 // - FAKE_CUDA names what goes wrong;
-// - FAKE_CUDA_CHIP is the compute capability, 80, 86 or 90, with the limits of that chip;
-// - FAKE_CUDA_VERSION is the driver's CUDA version, 13000 if it is not set;
+// - FAKE_CUDA_VERSION is the version of CUDA that the driver is of, 13000 for 13.0;
+// - FAKE_CUDA_CHIP is the compute capability, 80, 86, 90, 100 or 120, with the limits of that chip;
 // - FAKE_CUDA_WRONG is a kernel that computes something else: the last block of every launch does nothing;
 // - FAKE_CUDA_REPORT is nvcc's report on the kernels, which has their registers and shared memory;
 // - FAKE_CUDA_LOG is a file that gets the kernels of each graph, a line per graph;
@@ -19,7 +19,7 @@
 #include "kvsmith.cu"
 
 // Results of the driver's interface.
-enum { SUCCESS = 0, INVALID_VALUE = 1, OUT_OF_MEMORY = 2, STUB = 34, NO_DEVICE = 100, NO_BINARY = 209, UNSUPPORTED_PTX = 222, LAUNCH = 719 };
+enum { SUCCESS = 0, INVALID_VALUE = 1, OUT_OF_MEMORY = 2, STUB = 34, NO_DEVICE = 100, INVALID_IMAGE = 200, NO_BINARY = 209, UNSUPPORTED_PTX = 222, LAUNCH = 719 };
 
 static bool wrong(const char* what) {
     const char* asked = getenv("FAKE_CUDA");
@@ -39,6 +39,8 @@ static Chip chip() {
     std::string name = setting("FAKE_CUDA_CHIP");
     if (name == "80") return {8, 0, 163 << 10, 164 << 10, 2048};
     if (name == "86") return {8, 6, 99 << 10, 100 << 10, 1536};
+    if (name == "100") return {10, 0, 227 << 10, 228 << 10, 2048};
+    if (name == "120") return {12, 0, 99 << 10, 100 << 10, 1536};
     return {9, 0, 227 << 10, 228 << 10, 2048};
 }
 // Shared memory that every chip gives to a block that does not ask.
@@ -77,10 +79,11 @@ static bool broken = false;
 #define CALL(name, ...) extern "C" int name(__VA_ARGS__)
 
 CALL(cuInit, unsigned) { return wrong("no_device") ? NO_DEVICE : wrong("stub") ? STUB : SUCCESS; }
-CALL(cuDriverGetVersion, int* version) {
+static int cuda_version() {
     const char* said = setting("FAKE_CUDA_VERSION");
-    return *version = *said ? atoi(said) : 13000, SUCCESS;
+    return *said ? atoi(said) : 13000;
 }
+CALL(cuDriverGetVersion, int* version) { return *version = cuda_version(), SUCCESS; }
 CALL(cuDeviceGetCount, int* count) { return *count = wrong("none") ? 0 : 1, SUCCESS; }
 CALL(cuDeviceGet, int* device, int) { return *device = 0, SUCCESS; }
 CALL(cuDeviceGetName, char* name, int size, int) { return snprintf(name, size, "Fake GPU"), SUCCESS; }
@@ -96,14 +99,40 @@ CALL(cuDeviceGetAttribute, int* value, int attribute, int) {
 CALL(cuDevicePrimaryCtxRetain, void** context, int) { return *context = (void*)8, SUCCESS; }
 CALL(cuDevicePrimaryCtxRelease_v2, int) { return SUCCESS; }
 CALL(cuCtxSetCurrent, void*) { return SUCCESS; }
+static bool runs_on_chip(unsigned compute, bool exactly_major) {
+    int major = compute / 10, minor = compute % 10;
+    if (major == chip().major) return minor <= chip().minor;
+    return !exactly_major && major < chip().major;
+}
+// What a driver of this version of CUDA says of an image, as far as the image's headers tell. Machine code is taken from
+// all compilers of the driver's major version or an older one, which is NVIDIA's minor version compatibility; PTX, which
+// the driver compiles, only up to the driver's own version.
+static int judge(const unsigned char* image) {
+    auto number = [image](size_t at, int bytes) {
+        uint64_t value = 0;
+        memcpy(&value, image + at, bytes);
+        return value;
+    };
+    // The alignment that the real driver needs.
+    if ((uint64_t)image % 8 != 0) return INVALID_IMAGE;
+    if (number(0, 4) == 0x464c457f) {
+        // CUDA 13 changed the byte of the operating system and the flags; before, the file's version is CUDA's.
+        bool is_new = image[7] == 0x41;
+        if (!is_new && image[7] != 0x33) return INVALID_IMAGE;
+        int major = is_new ? 13 : number(20, 4) / 10;
+        if (major > cuda_version() / 1000) return INVALID_IMAGE;
+        return runs_on_chip(number(is_new ? 49 : 48, 1), true) ? SUCCESS : NO_BINARY;
+    }
+    // A fat binary with PTX (kind 1) alone: its version, and the chip that it is for. PTX 8 came with CUDA 12.
+    if (number(0, 4) != 0xba55ed50 || number(16, 2) != 1) return INVALID_IMAGE;
+    int minor = number(40, 2), major = number(42, 2);
+    if ((major + 4) * 1000 + minor * 10 > cuda_version()) return UNSUPPORTED_PTX;
+    return runs_on_chip(number(44, 4), false) ? SUCCESS : NO_BINARY;
+}
 CALL(cuModuleLoadData, void** module, const void* image) {
     if (wrong("no_image")) return NO_BINARY;
-    // What the stand-in for NVRTC makes is taken.
-    if (*(const unsigned*)image == 0x464c457f) return *module = (void*)8, SUCCESS;
-    if (wrong("old_driver")) return UNSUPPORTED_PTX;
-    // The magic number of fat binaries, and the alignment that the real driver needs.
-    if ((uint64_t)image % 8 != 0 || *(const unsigned*)image != 0xba55ed50) return 200;
-    return *module = (void*)8, SUCCESS;
+    *module = (void*)8;
+    return judge((const unsigned char*)image);
 }
 CALL(cuModuleUnload, void*) { return SUCCESS; }
 CALL(cuModuleGetFunction, void** function, void*, const char* name) {

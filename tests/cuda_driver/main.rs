@@ -6,6 +6,7 @@ mod checked;
 mod chips;
 #[path = "../common/mod.rs"]
 mod common;
+mod libraries;
 mod memory;
 mod model;
 
@@ -20,13 +21,12 @@ use kvsmith::method::sections::SECTIONS;
 use libtest_mimic::{Arguments, Trial};
 
 /// What FAKE_CUDA breaks, and what the message must say.
-const REFUSALS: [(&str, &str); 6] = [
+const REFUSALS: [(&str, &str); 5] = [
     ("no_device", "finds no NVIDIA GPU"),
     ("none", "finds no NVIDIA GPU"),
     ("stub", "cannot start the driver"),
     ("old_chip", "compute capability 7.5; kvsmith needs 8.0 or later"),
     ("no_image", "do not support this GPU"),
-    ("old_driver", "the driver is too old"),
 ];
 
 fn main() -> ExitCode {
@@ -66,6 +66,9 @@ fn main() -> ExitCode {
     add("gpu_check_fails", checked::fails);
     add("gpu_check_refused", checked::refused);
     add("gpu_by_name", checked::by_name);
+    add("cublas_places", libraries::places);
+    add("cublas_missing", libraries::missing);
+    add("cublas_recorded", libraries::recorded);
     add("room", model::room);
     add("small", model::small);
     add("memory_estimates", memory::estimates);
@@ -83,6 +86,17 @@ fn main() -> ExitCode {
     add("check_script_parts", chips::check_script_parts);
     add("check_script_killed", chips::check_script_killed);
     add("check_script_limits", chips::check_script_limits);
+    // An nvcc of the machine's own may be of CUDA 13.
+    let made_by = kernels::image((9, 0)).and_then(kernels::made_by_cuda);
+    let is_new = made_by.is_some_and(|made_by| made_by > 12);
+    if is_new {
+        eprintln!("versions: ignored, the kernels are those of a compiler of CUDA 13");
+    }
+    let trial = Trial::test("versions", move || {
+        chips::versions(&driver?);
+        Ok(())
+    });
+    trials.push(trial.with_ignored_flag(ignored || is_new));
     libtest_mimic::run(&Arguments::from_args(), trials).exit_code()
 }
 
@@ -156,6 +170,8 @@ fn command(driver: &Path, arguments: &str) -> Command {
     command
         .current_dir(root())
         .env("LD_LIBRARY_PATH", format!("{}:{path}", driver.display()))
+        // Whether there is a cuBLAS on this machine makes no difference.
+        .env("KVSMITH_CUBLAS", "")
         .env("FAKE_CUDA_REPORT", reports().join("sm_90.txt"));
     command
 }
@@ -224,7 +240,9 @@ fn calibrate(driver: &Path) {
         let text = calibrated(driver, "", device, &out).ok().stderr;
         if device == "cuda" {
             assert!(
-                text.contains("device: cuda (Fake GPU, compute capability 9.0, CUDA 13.0, products by kvsmith (no cuBLAS))"),
+                text.contains(
+                    "device: cuda (Fake GPU, compute capability 9.0, CUDA 13.0, products by kvsmith)"
+                ),
                 "{text}"
             );
             assert!(text.contains("the CUDA kernels are built in"), "{text}");

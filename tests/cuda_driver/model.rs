@@ -11,7 +11,8 @@ use kvsmith::store::{self, Tensor};
 use serde_json::{Value, json as object};
 
 use super::common::{Outcome, number, root};
-use super::{command, library, run_wrong};
+use super::libraries::build_cublas;
+use super::{command, run_wrong};
 
 fn kvsmith(driver: &Path, arguments: &str) -> Outcome {
     Outcome::of(command(driver, arguments).output().unwrap())
@@ -334,7 +335,8 @@ fn dump_device(dump: &Path) -> Value {
 
 /// Where cuBLAS is found it does the products of many rows, biases included: the same states but for the order of sums.
 pub fn cublas(driver: &Path) {
-    let library = library("libcublas");
+    let library = tempfile::tempdir().unwrap();
+    build_cublas(library.path(), 13);
     let dir = tempfile::tempdir().unwrap();
     let ids: Vec<u32> = (3..43).collect();
     std::fs::write(dir.path().join("ids"), serde_json::to_string(&vec![ids]).unwrap()).unwrap();
@@ -352,7 +354,9 @@ pub fn cublas(driver: &Path) {
             if with {
                 let path = std::env::var("LD_LIBRARY_PATH").unwrap_or_default();
                 let folders = [library.path(), driver].map(|p| p.display().to_string());
-                command.env("LD_LIBRARY_PATH", format!("{}:{path}", folders.join(":")));
+                command
+                    .env("LD_LIBRARY_PATH", format!("{}:{path}", folders.join(":")))
+                    .env_remove("KVSMITH_CUBLAS");
             }
             let text = Outcome::of(command.output().unwrap()).ok().stderr;
             assert_eq!(text.contains("stand-in cuBLAS"), with, "{text}");

@@ -9,6 +9,7 @@ use serde_json::json;
 use super::report::{Results, Times, check_memory, free_bytes, median, random_points};
 use crate::cmd::args::Global;
 use crate::cmd::{merge, output};
+use crate::compute::Workload;
 use crate::compute::device::Device;
 use crate::error::{Error, Result};
 use crate::flags::at_least_one;
@@ -89,7 +90,7 @@ pub fn run(args: &KMeansArgs, global: &Global) -> Result<()> {
     if args.points.is_none() {
         args.check()?;
     }
-    let device = global.open_device()?;
+    let device = global.open_device(Workload::Fits)?;
     let points = match &args.points {
         Some(path) => read_points(path)?.insert_axis(Axis(0)),
         None => random_points(args.heads, args.n, args.dim, global.seed),

@@ -13,6 +13,12 @@ pub trait Driver: Send + Sync {
     /// Names the hardware and the driver, for the log and the manifest.
     fn adapter(&self) -> String;
 
+    /// Says why the vendor's library for products of many rows is not used, what this costs and what to do about it;
+    /// `None` if it is used or is not wanted.
+    fn missing_library(&self) -> Option<&str> {
+        None
+    }
+
     /// Returns the most shared memory that a block may have, in bytes.
     fn shared_bytes(&self) -> usize;
 

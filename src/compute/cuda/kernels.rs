@@ -33,10 +33,14 @@ pub struct Kernel {
     pub argument_bytes: &'static [usize],
 }
 
+/// The most blocks along x, y and z that CUDA launches.
+const MOST_BLOCKS: [usize; 3] = [(1 << 31) - 1, 65_535, 65_535];
+
 /// Starts a kernel. Does nothing if the grid is empty.
 ///
 /// # Safety
-/// As for [`Driver::launch`], except that this function sets the number of threads and checks the shared memory.
+/// As for [`Driver::launch`], except that this function sets the number of threads and checks the grid and the shared
+/// memory.
 unsafe fn start(
     driver: &dyn Driver,
     kernel: &Kernel,
@@ -48,9 +52,14 @@ unsafe fn start(
         return Ok(());
     }
     let (name, most) = (kernel.name, kernel.shared_bytes);
-    if shared_bytes > most || grid.iter().any(|n| u32::try_from(*n).is_err()) {
+    if shared_bytes > most {
         return Err(Error::failed(format!(
-            "CUDA: {name} with {grid:?} blocks and {shared_bytes} bytes of shared memory of at most {most}"
+            "CUDA: {name} with {shared_bytes} bytes of shared memory of at most {most}"
+        )));
+    }
+    if grid.iter().zip(MOST_BLOCKS).any(|(n, most)| *n > most) {
+        return Err(Error::failed(format!(
+            "CUDA: {name} with {grid:?} blocks of at most {MOST_BLOCKS:?}"
         )));
     }
     let beyond = |argument: &&Arg| argument.bytes == 4 && argument.value > u64::from(u32::MAX);
@@ -77,6 +86,19 @@ pub fn are_built_in() -> bool {
 /// the same generation run too, and PTX for later generations.
 pub fn image(capability: (i32, i32)) -> Option<&'static [u8]> {
     newest(IMAGES, capability)
+}
+
+/// Returns the major version of CUDA that made machine code, by its header: the drivers of this version, with any minor
+/// version, and all later ones load the code. `None` if the image is not machine code.
+pub fn made_by_cuda(image: &[u8]) -> Option<i32> {
+    let version = u32::from_le_bytes(image.get(20..24)?.try_into().ok()?);
+    // The byte of the operating system, which NVIDIA changed with CUDA 13; before, the version of the file is that of
+    // CUDA, 129 for 12.9.
+    match (image.starts_with(b"\x7fELF"), image[7]) {
+        (true, 0x33) => i32::try_from(version / 10).ok(),
+        (true, 0x41) => Some(13),
+        _ => None,
+    }
 }
 
 /// Returns the newest of `images` that is no newer than the chip. An image's number is 10 times the major version plus
@@ -137,22 +159,32 @@ mod tests {
             let start = |grid, bytes| given(grid, bytes, 0);
             assert!(start([1; 3], most).is_ok(), "{kernel:?}");
             assert!(start([1; 3], most + 1).is_err(), "{kernel:?}");
-            assert!(start([1 << 32, 1, 1], 0).is_err(), "{kernel:?}");
+            let most = [(1 << 31) - 1, 65_535, 65_535];
+            assert!(start(most, 0).is_ok(), "{kernel:?}");
+            for axis in 0..3 {
+                let mut grid = [1; 3];
+                grid[axis] = most[axis] + 1;
+                assert!(start(grid, 0).is_err(), "{kernel:?} {grid:?}");
+            }
             assert!(given([1; 3], 0, (1 << 32) - 1).is_ok(), "{kernel:?}");
             assert!(given([1; 3], 0, 1 << 32).is_err(), "{kernel:?}");
-            assert!(start([1 << 32, 0, 1], most + 1).is_ok(), "an empty grid");
+            assert!(
+                start([1 << 32, 0, 1], kernel.shared_bytes + 1).is_ok(),
+                "an empty grid"
+            );
         }
     }
 
     #[test]
     fn a_chip_gets_the_newest_image_that_it_can_run() {
-        let images: &[(i32, &[u8])] = &[(80, &[1]), (90, &[2])];
+        let images: &[(i32, &[u8])] = &[(80, &[1]), (90, &[2]), (100, &[3])];
         let cases = [
             ((7, 5), None),
             ((8, 0), Some(1)),
             ((8, 9), Some(1)),
             ((9, 0), Some(2)),
-            ((12, 1), Some(2)),
+            ((10, 0), Some(3)),
+            ((12, 1), Some(3)),
         ];
         for (capability, expected) in cases {
             let found = newest(images, capability).map(|image| image[0]);

@@ -16,6 +16,7 @@ use super::driver::{Address, Arg, Driver, Launch, Part, Product};
 use super::kernels::{self, Kernel};
 use crate::error::{Error, Result};
 pub use found::Found;
+use found::version;
 use mark::Mark;
 use products::Products;
 use recording::{Noted, Recordings};
@@ -23,6 +24,7 @@ use staging::Staging;
 
 pub mod compile;
 mod found;
+mod library;
 mod mark;
 mod products;
 mod recording;
@@ -46,8 +48,10 @@ pub struct Nvidia {
     shared_bytes: usize,
     has_fast_search: bool,
     multiprocessors: usize,
-    /// Opened before the caches take the memory; `None` if kvsmith's own kernels multiply.
+    /// `None` if kvsmith's own kernels multiply.
     products: Option<Products>,
+    /// What to tell the user if cuBLAS was looked for and is not used.
+    missing_library: Option<String>,
     recordings: Mutex<Recordings>,
     staging: Staging,
 }
@@ -92,18 +96,42 @@ impl Nvidia {
             has_fast_search: true,
             multiprocessors: multiprocessors.max(1) as usize,
             products: None,
+            missing_library: None,
             recordings: Mutex::new(Recordings::new(capability >= OVERLAPPING)),
             staging: Staging::default(),
         };
         gpu.load(capability)?;
-        match Products::open() {
-            Ok(products) => {
-                gpu.adapter += ", products by cuBLAS";
-                gpu.products = Some(products);
-            }
-            Err(reason) => gpu.adapter += &format!(", products by kvsmith ({reason})"),
-        }
         Ok(gpu)
+    }
+
+    /// Opens cuBLAS, if it is found, for products of many rows, and calls `tell` with its place. This is done before
+    /// caches take the memory.
+    ///
+    /// # Errors
+    /// The driver does not answer.
+    pub fn with_library(mut self, tell: &dyn Fn(&str)) -> Result<Self> {
+        self.enter()?;
+        let (newest, _) = version()?;
+        match Products::open(newest, tell) {
+            Ok(products) => {
+                self.adapter += &format!(", products by cuBLAS {}", products.version());
+                self.products = Some(products);
+            }
+            Err(reason) => {
+                self.adapter += ", products by kvsmith";
+                let package = match newest {
+                    12 => "nvidia-cublas-cu12",
+                    _ => "nvidia-cublas",
+                };
+                self.missing_library = reason.map(|reason| {
+                    format!(
+                        "{reason}: prompts and calibration multiply with kvsmith's own kernels, about half as fast; \
+                         `pip install {package}`, or set KVSMITH_CUBLAS to the library or its folder"
+                    )
+                });
+            }
+        }
+        Ok(self)
     }
 
     /// Turns the search on the tensor cores off, so that every score is computed in f32.
@@ -116,21 +144,26 @@ impl Nvidia {
     /// Loads the kernels: the built-in ones or, if there are none, kernels compiled now.
     fn load(&mut self, capability: (i32, i32)) -> Result<()> {
         self.enter()?;
-        // SAFETY: what is loaded is a whole fat binary of nvcc, aligned, or machine code that NVRTC made.
+        // SAFETY: what is loaded is a whole image that nvcc, ptxas or NVRTC made, aligned.
         let load = |image: &[u8]| unsafe { result::module::load_data(image.as_ptr().cast()) };
-        let built_in = kernels::image(capability).map(load);
-        let loaded = match built_in {
+        let built_in = kernels::image(capability);
+        let loaded = match built_in.map(load) {
             Some(Ok(module)) => Ok(module),
-            // An older driver refuses the image of a newer nvcc. The driver's own NVRTC can compile one that it
-            // accepts.
+            // An older driver refuses the image of a newer compiler. An NVRTC of the driver's version can compile one
+            // that it accepts.
             Some(Err(e)) => match compile::compile(capability) {
                 Ok(image) => load(&image),
                 Err(_) => Err(e),
             },
             None => load(&compile::compile(capability)?),
         };
+        let (major, _) = version()?;
+        let is_too_new = built_in
+            .and_then(kernels::made_by_cuda)
+            .is_some_and(|made| made > major);
         self.module = loaded.map_err(|e| {
             let why = match e.0 {
+                _ if is_too_new => "the driver is too old for the kernels",
                 CUresult::CUDA_ERROR_NO_BINARY_FOR_GPU => "the built-in kernels do not support this GPU",
                 CUresult::CUDA_ERROR_UNSUPPORTED_PTX_VERSION | CUresult::CUDA_ERROR_INVALID_IMAGE => {
                     "the driver is too old for the kernels"
@@ -230,6 +263,10 @@ impl Drop for Nvidia {
 impl Driver for Nvidia {
     fn adapter(&self) -> String {
         self.adapter.clone()
+    }
+
+    fn missing_library(&self) -> Option<&str> {
+        self.missing_library.as_deref()
     }
 
     fn shared_bytes(&self) -> usize {

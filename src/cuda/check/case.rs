@@ -11,6 +11,9 @@ use crate::compute::cuda::watched::Watched;
 use crate::error::Result;
 use crate::float::Float;
 
+/// Runs a case on a GPU and compares the result with the CPU's.
+type Check = dyn Fn(&Watched) -> Result<Comparison>;
+
 /// One case.
 pub struct Case {
     /// The name of its area.
@@ -18,7 +21,7 @@ pub struct Case {
     /// What is checked, and on which shape.
     pub name: String,
     /// Runs the case.
-    pub check: Box<dyn Fn(&Watched) -> Result<Comparison>>,
+    pub check: Box<Check>,
 }
 
 impl Case {

@@ -55,11 +55,12 @@ impl Found {
             ))
             .hint("use --device wgpu or --device cpu"));
         }
+        let (of_major, of_minor) = version()?;
         Ok(Self {
             device,
             gpu: format!("{name}, compute capability {major}.{minor}"),
             capability,
-            cuda: version()?,
+            cuda: format!("{of_major}.{of_minor}"),
             release: std::fs::read_to_string("/proc/driver/nvidia/version")
                 .ok()
                 .and_then(|text| release(&text)),
@@ -86,14 +87,14 @@ fn no_gpu() -> Error {
     Error::device("CUDA: the driver finds no NVIDIA GPU").hint(HINT)
 }
 
-/// Returns the CUDA version of the driver, such as 13.0.
-fn version() -> Result<String> {
+/// Returns the CUDA version of the driver, such as 13.0, in two parts.
+pub(super) fn version() -> Result<(i32, i32)> {
     let mut version = 0;
     // SAFETY: writes a number to where the pointer points.
     unsafe { sys::cuDriverGetVersion(&mut version) }
         .result()
         .map_err(|e| failed("cannot read the version of the driver", e))?;
-    Ok(format!("{}.{}", version / 1000, version % 1000 / 10))
+    Ok((version / 1000, version % 1000 / 10))
 }
 
 #[cfg(test)]

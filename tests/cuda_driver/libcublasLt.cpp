@@ -1,0 +1,2 @@
+// What the stand-in for libcublas needs of libcublasLt.
+extern "C" int cublasLtStandIn() { return VERSION; }
