@@ -17,7 +17,7 @@ set -u
 kit=$(cd "$1" && pwd) || exit 2
 out=${2:-$kit/out}
 mode=${3:-all}
-all="adapter backends decode model calibrate attend attend-mean retrieve decode-long decode-short kernels kernels-model peers kmeans-one \
+all="adapter gpu-check backends decode model calibrate attend attend-mean retrieve decode-long decode-short kernels kernels-model peers kmeans-one \
 kmeans-8b prefill calibrate-layers calibrate-8b memcheck racecheck"
 case $mode in
 all | quick) wanted=$(echo " $all " | sed 's/ calibrate-8b / /') ;;
@@ -282,7 +282,8 @@ if [ "$mode" = quick ]; then
     points="--n 500 --dim 32 --size 16 --iterations 2" runs="--runs 1" more=""
     shape=4,64,64,2,1,32,64 tokens=512 seq=256 size=16
 fi
-# Each part on the GPU, against the CPU or a plain form.
+# Each part on the GPU, against the CPU or a plain form; the stamp that lets `--device auto` use it is not kept.
+measure gpu-check 40 env XDG_CACHE_HOME="$scratch" ./kvsmith gpu-check --json
 tests backends 20 ./backends cuda::
 tests decode 20 ./decode cuda::
 tests model 20 ./cuda_model cuda::

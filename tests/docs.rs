@@ -23,6 +23,19 @@ fn python_reads_the_artifact() {
         .for_each(python_reads);
 }
 
+#[test]
+#[ignore = "needs Python; `make test` makes one and runs this test"]
+fn tables_of_the_gpu_page_are_of_its_results() {
+    let python = std::env::var("KVSMITH_PYTHON").expect("KVSMITH_PYTHON names a Python");
+    let script = root().join("scripts/gpu_tables.py");
+    let output = Command::new(python).arg(script).arg("--check").output().unwrap();
+    assert!(
+        output.status.success(),
+        "{}",
+        String::from_utf8_lossy(&output.stderr)
+    );
+}
+
 /// Compares the program with the script on an artifact with this `--positions` and `--wpq-center`.
 fn python_reads((positions, center): (&str, &str)) {
     let python = std::env::var("KVSMITH_PYTHON").expect("KVSMITH_PYTHON names a Python");

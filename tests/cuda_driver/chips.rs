@@ -242,6 +242,7 @@ pub fn check_script(driver: &Path) {
     let report = report(out.path());
     let expected = [
         ("adapter", "passed"),
+        ("gpu-check", "passed"),
         ("backends", "passed"),
         ("decode", "failed"),
         ("model", "passed"),
@@ -357,7 +358,7 @@ pub fn check_script_limits(_: &Path) {
         (name != "calibrate-8b").then_some(limit)
     };
     let limits: Vec<u32> = script.lines().filter_map(limit).collect();
-    assert_eq!(limits.len(), 17, "{limits:?}");
+    assert_eq!(limits.len(), 18, "{limits:?}");
     // `peers` has 20 s to look for PyTorch, and the random model of four layers 21 s to be written.
     assert!(script.contains("timeout 20 python3") && script.contains("timeout \"$((5 + 4 * $1))\" python3"));
     assert!(limits.iter().sum::<u32>() + 41 < 530, "{limits:?}");
