@@ -3,7 +3,7 @@
 pub mod stamp;
 
 use std::sync::Arc;
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use serde_json::{Value, json};
 
@@ -14,19 +14,23 @@ use crate::compute::cuda::kernels;
 use crate::compute::cuda::nvidia::{Found, Nvidia};
 use crate::cuda::check::{self, FailedCase, Report};
 use crate::error::{Error, Result};
-use crate::flags::DeviceFlag;
+use crate::flags::{DeviceFlag, parse_count};
 use crate::progress::duration;
 use stamp::Stamp;
 
 /// Arguments of `gpu-check`.
 #[derive(clap::Args, Debug)]
-pub struct Args {}
+pub struct Args {
+    /// Most seconds that the check may take; a GPU that takes longer has not passed
+    #[arg(long, value_name = "N", default_value_t = 60, value_parser = parse_count)]
+    seconds: usize,
+}
 
 /// Runs `gpu-check`.
 ///
 /// # Errors
 /// There is no NVIDIA GPU: exit code 3. A case failed: exit code 1.
-pub fn run(_: &Args, global: &Global) -> Result<()> {
+pub fn run(args: &Args, global: &Global) -> Result<()> {
     if matches!(global.device, DeviceFlag::Cpu | DeviceFlag::Wgpu) {
         return Err(
             Error::device("`gpu-check` checks an NVIDIA GPU").hint("remove --device, or use --device cuda")
@@ -40,7 +44,7 @@ pub fn run(_: &Args, global: &Global) -> Result<()> {
     let stamp = Stamp::new(&found, gpu.adapter());
     let log = global.log();
     log.note(&format!("device: cuda ({})", stamp.adapter));
-    let report = check::run(gpu)?;
+    let report = check::run(gpu, Duration::from_secs(args.seconds as u64))?;
     let path = file.path().display().to_string();
     match &report.failure {
         None => stamp.write(file)?,

@@ -43,7 +43,8 @@ fn mib_after(text: &str, words: &str) -> f64 {
         .split_once(words)
         .unwrap_or_else(|| panic!("{words} in {text}"));
     let mut parts = rest.trim_start().split([' ', ',', ';', '\n']);
-    let number = parts.next().unwrap().parse().unwrap();
+    let number = parts.next().and_then(|number| number.parse().ok());
+    let number = number.unwrap_or_else(|| panic!("{words} in {text}"));
     assert_eq!(parts.next(), Some("MiB"), "{rest}");
     number
 }

@@ -22,9 +22,6 @@ use crate::error::{Kind, Result};
 use crate::interrupt;
 use case::Case;
 
-/// The most time that a check may take.
-pub const LIMIT: Duration = Duration::from_secs(60);
-
 /// Kernels that no case launches, because only benchmarks use them.
 pub const UNCHECKED: [&str; 2] = ["fill_random", "read_all"];
 
@@ -79,11 +76,12 @@ fn cases() -> Vec<Case> {
     areas.into_iter().flatten().collect()
 }
 
-/// Checks a device. Ends at the first case that fails; an error of the device is a failure, too.
+/// Checks a device. Ends at the first case that fails; an error of the device, or a case after which more time than
+/// `limit` has passed, is a failure, too.
 ///
 /// # Errors
 /// Interrupted by the user.
-pub fn run(device: Arc<dyn Driver>) -> Result<Report> {
+pub fn run(device: Arc<dyn Driver>, limit: Duration) -> Result<Report> {
     let (start, watched) = (Instant::now(), Watched::new(device));
     let mut report = Report::default();
     for case in cases() {
@@ -96,12 +94,10 @@ pub fn run(device: Arc<dyn Driver>) -> Result<Report> {
             Kind::Interrupted => Err(e),
             _ => Ok(broken("no error", e.to_string())),
         })?;
-        if found.failure.is_none() && start.elapsed() > LIMIT {
-            let most = format!("at most {} seconds", LIMIT.as_secs());
-            found.add(broken(
-                &most,
-                format!("{:.0} seconds", start.elapsed().as_secs_f64()),
-            ));
+        let took = start.elapsed();
+        if found.failure.is_none() && took > limit {
+            let most = format!("at most {} seconds", limit.as_secs());
+            found.add(broken(&most, format!("{:.1} seconds", took.as_secs_f64())));
         }
         report.add(&case, found, kernels, began.elapsed());
         if report.failure.is_some() {
