@@ -17,11 +17,11 @@ set -u
 kit=$(cd "$1" && pwd) || exit 2
 out=${2:-$kit/out}
 mode=${3:-all}
-all="adapter gpu-check backends decode model calibrate attend attend-mean retrieve decode-long decode-short kernels kernels-model peers kmeans-one \
+all="gpu-check backends decode model calibrate attend attend-mean retrieve decode-long decode-short kernels kernels-model peers kmeans-one \
 kmeans-8b prefill calibrate-layers calibrate-8b memcheck racecheck"
 case $mode in
 all | quick) wanted=$(echo " $all " | sed 's/ calibrate-8b / /') ;;
-8b) wanted=" adapter calibrate-8b " ;;
+8b) wanted=" gpu-check calibrate-8b " ;;
 *)
     wanted=" $(echo "$mode" | tr , ' ') "
     for name in $wanted; do
@@ -181,18 +181,12 @@ sanitize() {
     fi
 }
 
-# The GPU, its driver, and whether cuBLAS multiplies, as the program names them.
-find_adapter() {
-    wants adapter || return
-    run bench.log adapter 10 ./kvsmith bench kmeans --n 256 --dim 32 --size 8 --iterations 1 --runs 1 --device cuda --json
+# A case of every kernel, by the program's own check, which names the GPU, its driver and what multiplies; the stamp that
+# lets `--device auto` use the GPU is not kept.
+check_gpu() {
+    run bench.log gpu-check 40 env XDG_CACHE_HOME="$scratch" ./kvsmith gpu-check --json || return 0
     adapter=$(plain "$(sed -n 's/.*"adapter":"\([^"]*\)".*/\1/p' "$log")")
-    if [ $code = 0 ]; then
-        note adapter passed "$seconds" "$adapter"
-    elif [ $code = 3 ]; then
-        note adapter "not checked" "$seconds" "$said"
-    else
-        note adapter failed "$seconds" "exit $code; $said"
-    fi
+    keep "$(grep '^{.*}$' "$log" | tail -n 1)"
 }
 
 # PyTorch's attention beside ours, in one run.
@@ -273,7 +267,7 @@ prefill() {
 
 echo "GPU: ${gpu:-none found}"
 write
-find_adapter
+check_gpu
 echo "adapter: ${adapter:-none}"
 model="--shapes llama-3.1-8b" layer="--shapes llama-3.1-8b" long=128K short=8K batches=1,4 points="" runs="" more=,selfindex,a2ats
 shape=8b tokens=81920 seq=16384 size=4096
@@ -282,8 +276,7 @@ if [ "$mode" = quick ]; then
     points="--n 500 --dim 32 --size 16 --iterations 2" runs="--runs 1" more=""
     shape=4,64,64,2,1,32,64 tokens=512 seq=256 size=16
 fi
-# Each part on the GPU, against the CPU or a plain form; the stamp that lets `--device auto` use it is not kept.
-measure gpu-check 40 env XDG_CACHE_HOME="$scratch" ./kvsmith gpu-check --json
+# Each part on the GPU, against the CPU or a plain form.
 tests backends 20 ./backends cuda::
 tests decode 20 ./decode cuda::
 tests model 20 ./cuda_model cuda::

@@ -91,17 +91,18 @@ impl Global {
             }
         };
         let mut device = compute::open(self.device, workload, &may_use, &|text| log.detail(text))?;
-        let adapter = device.cuda().map(Driver::adapter);
-        match (self.device, adapter.filter(|adapter| !Stamp::has_passed(adapter))) {
-            (DeviceFlag::Auto, Some(adapter)) => {
-                log.note(&unchecked(&adapter));
+        let untried = device.cuda().filter(|gpu| !Stamp::has_passed(*gpu));
+        match (self.device, untried.map(Driver::described)) {
+            (DeviceFlag::Auto, Some(gpu)) => {
+                log.note(&unchecked(&gpu));
                 device = Box::new(Cpu);
             }
             (_, Some(_)) => log.note(UNTRIED),
             (_, None) => {}
         }
         let name = device.name();
-        match (device.adapter(), self.device) {
+        let described = device.cuda().map(Driver::described);
+        match (described.or_else(|| device.adapter()), self.device) {
             (Some(adapter), _) => log.note(&format!("device: {name} ({adapter})")),
             (None, DeviceFlag::Auto) => log.note(&format!("device: {name}")),
             (None, _) => {}
@@ -115,7 +116,7 @@ impl Global {
     /// There is no such GPU: exit code 3.
     pub fn open_cuda(&self) -> Result<Cuda> {
         let cuda = Cuda::open()?;
-        if !Stamp::has_passed(&cuda.driver().adapter()) {
+        if !Stamp::has_passed(cuda.driver()) {
             self.log().note(UNTRIED);
         }
         Ok(cuda)

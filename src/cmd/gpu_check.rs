@@ -40,9 +40,9 @@ pub fn run(args: &Args, global: &Global) -> Result<()> {
     let found = Found::first()?;
     // Begun before the work, so that a folder that cannot be written is known at once.
     let file = stamp::create(&found)?;
-    let gpu = Arc::new(Nvidia::open()?);
-    let stamp = Stamp::new(&found, gpu.adapter());
     let log = global.log();
+    let gpu = Arc::new(Nvidia::open()?.with_library(&|text| log.detail(text))?);
+    let stamp = Stamp::new(&found, gpu.described());
     log.note(&format!("device: cuda ({})", stamp.adapter));
     let report = check::run(gpu, Duration::from_secs(args.seconds as u64))?;
     let path = file.path().display().to_string();

@@ -5,6 +5,7 @@ use std::path::PathBuf;
 use serde::{Deserialize, Serialize};
 use sha2::{Digest, Sha256};
 
+use crate::compute::cuda::driver::Driver;
 use crate::compute::cuda::kernels;
 use crate::compute::cuda::nvidia::Found;
 use crate::disk::{self, Output};
@@ -20,7 +21,7 @@ pub struct Stamp {
     pub driver: String,
     /// The version of kvsmith.
     pub program: String,
-    /// The GPU as the program names it once it is open: also says who multiplies.
+    /// The GPU as the program names it once it is open, and what multiplies.
     pub adapter: String,
 }
 
@@ -43,10 +44,10 @@ impl Stamp {
         (stamp == expected).then_some(stamp)
     }
 
-    /// Tells whether the GPU that is open under this name has passed.
-    pub fn has_passed(adapter: &str) -> bool {
+    /// Tells whether an open GPU has passed, with what multiplies on it now if it was opened for products.
+    pub fn has_passed(gpu: &dyn Driver) -> bool {
         let stamp = Found::first().ok().and_then(|found| Self::of(&found));
-        stamp.is_some_and(|stamp| stamp.adapter == adapter)
+        stamp.is_some_and(|stamp| gpu.products().is_none() || stamp.adapter == gpu.described())
     }
 
     /// Completes the file that [`create`] began.

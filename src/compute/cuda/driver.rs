@@ -13,6 +13,20 @@ pub trait Driver: Send + Sync {
     /// Names the hardware and the driver, for the log and the manifest.
     fn adapter(&self) -> String;
 
+    /// Tells what multiplies many rows, such as `cuBLAS 13.1`; `None` if the device was opened for work without such
+    /// products.
+    fn products(&self) -> Option<String> {
+        None
+    }
+
+    /// Names the adapter and what multiplies, for people.
+    fn described(&self) -> String {
+        match self.products() {
+            Some(products) => format!("{}, products by {products}", self.adapter()),
+            None => self.adapter(),
+        }
+    }
+
     /// Says why the vendor's library for products of many rows is not used, what this costs and what to do about it;
     /// `None` if it is used or is not wanted.
     fn missing_library(&self) -> Option<&str> {

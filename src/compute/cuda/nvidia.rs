@@ -50,6 +50,8 @@ pub struct Nvidia {
     multiprocessors: usize,
     /// `None` if kvsmith's own kernels multiply.
     products: Option<Products>,
+    /// What multiplies many rows; `None` if that was not asked.
+    multiplies: Option<String>,
     /// What to tell the user if cuBLAS was looked for and is not used.
     missing_library: Option<String>,
     recordings: Mutex<Recordings>,
@@ -96,6 +98,7 @@ impl Nvidia {
             has_fast_search: true,
             multiprocessors: multiprocessors.max(1) as usize,
             products: None,
+            multiplies: None,
             missing_library: None,
             recordings: Mutex::new(Recordings::new(capability >= OVERLAPPING)),
             staging: Staging::default(),
@@ -114,11 +117,11 @@ impl Nvidia {
         let (newest, _) = version()?;
         match Products::open(newest, tell) {
             Ok(products) => {
-                self.adapter += &format!(", products by cuBLAS {}", products.version());
+                self.multiplies = Some(format!("cuBLAS {}", products.version()));
                 self.products = Some(products);
             }
             Err(reason) => {
-                self.adapter += ", products by kvsmith";
+                self.multiplies = Some("kvsmith".to_owned());
                 let package = match newest {
                     12 => "nvidia-cublas-cu12",
                     _ => "nvidia-cublas",
@@ -263,6 +266,10 @@ impl Drop for Nvidia {
 impl Driver for Nvidia {
     fn adapter(&self) -> String {
         self.adapter.clone()
+    }
+
+    fn products(&self) -> Option<String> {
+        self.multiplies.clone()
     }
 
     fn missing_library(&self) -> Option<&str> {

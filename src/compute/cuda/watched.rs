@@ -71,6 +71,10 @@ impl Driver for Watched {
         self.device.adapter()
     }
 
+    fn products(&self) -> Option<String> {
+        self.device.products()
+    }
+
     fn shared_bytes(&self) -> usize {
         self.shared_bytes
     }
