@@ -10,6 +10,7 @@ use kvsmith::method::registry::METHODS;
 use kvsmith::store::{self, Tensor};
 use serde_json::{Value, json as object};
 
+use super::checked::stamp;
 use super::common::{Outcome, number, root};
 use super::libraries::build_cublas;
 use super::{command, run_wrong};
@@ -502,9 +503,16 @@ pub fn unfit(driver: &Path) {
         small_number(row, column)
     });
     std::fs::write(dir.path().join("ids"), "[[3,4,5,6,7,8]]").unwrap();
+    // Without a device, the GPU is taken, which has passed the check.
+    let cache = dir.path().join("cache");
+    stamp(driver, &cache);
+    let kvsmith = |arguments: &str| {
+        let mut command = command(driver, arguments);
+        Outcome::of(command.env("XDG_CACHE_HOME", &cache).output().unwrap())
+    };
     let run = |device: &str| {
         let arguments = format!("run --json --model {at}/model --tokens {at}/ids --max-new 2 --method full");
-        kvsmith(driver, &format!("{arguments} --device {device}"))
+        kvsmith(&format!("{arguments} --device {device}"))
     };
     run("cuda").fails(
         1,
@@ -520,7 +528,8 @@ pub fn unfit(driver: &Path) {
     assert_eq!(auto.json()["device"], "cpu");
     // So does a dump of it, and says so.
     let arguments = format!("dump --model {at}/model --tokens {at}/ids --wrope-position 8 -o {at}/dump");
-    kvsmith(driver, &arguments).ok();
+    let said = kvsmith(&arguments).ok().stderr;
+    assert!(said.contains("the model runs on the CPU"), "{said}");
     assert_eq!(dump_device(&dir.path().join("dump")), "cpu");
 }
 
