@@ -155,7 +155,13 @@ pub fn fails(driver: &Path) {
     assert!(stamps(dir.path()).is_empty(), "the stamp is removed");
     stamp(driver, dir.path());
     let late = run(driver, dir.path(), &[], "gpu-check --seconds 0");
-    late.fails(1, "expected at most 0 seconds", "use --device cpu");
+    assert_eq!(late.code, Some(1), "{}", late.stderr);
+    let said = ["expected at most 0 seconds", "hint: use --device cpu"];
+    assert!(
+        said.iter().all(|text| late.stderr.contains(text)),
+        "{}",
+        late.stderr
+    );
     assert!(stamps(dir.path()).is_empty(), "the stamp is removed");
     // The last block of one kernel does nothing.
     for (kernel, area) in [
