@@ -213,7 +213,7 @@ pub enum Command {
     Eval(eval::Args),
     /// Measure the speed of single operations and of decode steps
     Bench(bench::Args),
-    /// Check every kernel on this machine's NVIDIA GPU; --device auto uses a GPU that has passed
+    /// Check every kernel on an NVIDIA GPU, which --device auto then uses
     GpuCheck(gpu_check::Args),
     /// Print a shell completion script
     Completions(completions::Args),

@@ -30,10 +30,6 @@ mod products;
 mod recording;
 mod staging;
 
-/// The first compute capability on which the blocks of a recorded kernel can take their places before the kernel before
-/// it has ended; `wait_for_earlier` in kernels/common.h then waits for its end.
-const OVERLAPPING: (i32, i32) = (9, 0);
-
 /// The shared memory, in bytes, that a block may use on every GPU without opting in.
 const SHARED_UNASKED: usize = 48 << 10;
 
@@ -100,7 +96,7 @@ impl Nvidia {
             products: None,
             multiplies: None,
             missing_library: None,
-            recordings: Mutex::new(Recordings::new(capability >= OVERLAPPING)),
+            recordings: Mutex::new(Recordings::new(capability >= compile::OVERLAPPING)),
             staging: Staging::default(),
         };
         gpu.load(capability)?;

@@ -6,8 +6,11 @@ use cudarc::nvrtc::result::{self, NvrtcError};
 use cudarc::nvrtc::sys::{self, nvrtcProgram};
 
 use super::super::kernels;
-use super::OVERLAPPING;
 use crate::error::{Error, Result};
+
+/// The first compute capability on which the blocks of a recorded kernel can take their places before the kernel before
+/// it has ended; `wait_for_earlier` in kernels/common.h then waits for its end.
+pub const OVERLAPPING: (i32, i32) = (9, 0);
 
 /// Compiles all kernels to machine code for a chip of this compute capability.
 ///
