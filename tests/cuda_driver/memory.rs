@@ -121,8 +121,8 @@ pub fn estimates(driver: &Path) {
         assert_eq!(short.copied, 0.0, "{name}");
         if is_on_device {
             let caches = format!("of {POSITIONS} positions");
-            let lines = short.outcome.stderr.lines();
-            let error = lines.filter(|line| line.starts_with("error: ")).last().unwrap();
+            let mut lines = short.outcome.stderr.lines().rev();
+            let error = lines.find(|line| line.starts_with("error: ")).unwrap();
             let parts = ["the model's weights need", &caches, "the index", "the workspaces"];
             let sum: f64 = parts.map(|words| mib_after(error, words)).iter().sum();
             // Every part is rounded up to a tenth.
