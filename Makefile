@@ -9,7 +9,7 @@
 # make cluster-test   the scripts of docs/cluster.md on a Slurm that runs on this machine meanwhile; less than three minutes
 # make static   a program that carries OpenBLAS inside (Linux; libgfortran-12-dev beside what `make demo` needs)
 # make screenshots   docs/report-*.png, the page of the real model (after `make results`)
-# make cuda   fetch a CUDA compiler (271 MB) where there is none, for the kernels and their test
+# make cuda   fetch a CUDA compiler (524 MB on disk) where there is none, for the kernels and their test
 
 CARGO ?= cargo
 KVSMITH = target/release/kvsmith

@@ -1,5 +1,5 @@
 #!/bin/sh
-# Fetches NVIDIA's CUDA compiler from PyPI into $1, where there is no nvcc: 130 MB to fetch, 300 MB on disk.
+# Fetches NVIDIA's CUDA compiler from PyPI into $1, where there is no nvcc: 524 MB on disk.
 # `build.rs` finds it there. Nothing of it is part of kvsmith.
 set -eu
 
