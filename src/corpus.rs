@@ -1,20 +1,20 @@
 //! The calibration input: documents and random UUIDs, cut into blocks, some of which are held out.
 
 mod documents;
+mod holdout;
+mod manifest;
 
 use std::ops::Range;
 use std::path::{Path, PathBuf};
 
 use rand::{Rng, SeedableRng};
 use rand_chacha::ChaCha8Rng;
-use serde::{Deserialize, Serialize};
-use sha2::{Digest, Sha256};
 
 use crate::error::{Error, Result};
+use crate::model::ModelConfig;
 use crate::model::tokenizer::Tokenizer;
-use crate::model::{ModelConfig, ModelManifest};
-use crate::store::{hex, to_bytes};
 pub use documents::TextFiles;
+pub use manifest::{CorpusManifest, DocumentUsage, Documents, KindUsage, Origin, Usage};
 
 /// The files that hold the documents.
 #[derive(Clone, Debug)]
@@ -53,6 +53,8 @@ pub struct Corpus {
     pub seq_len: usize,
     /// The seed of the UUIDs and of the draw of held-out blocks.
     pub seed: u64,
+    /// Which blocks are of which documents; `None` for a part of a text, and for a dump that does not say.
+    pub documents: Option<Documents>,
 }
 
 impl Corpus {
@@ -103,51 +105,31 @@ impl Corpus {
             held_out: Vec::new(),
             seq_len,
             seed: options.seed,
+            documents: None,
         };
-        let text_blocks = corpus.add_documents(text, 0)?;
-        let uuid_blocks = corpus.add_documents(std::slice::from_ref(&uuids), text_blocks.end)?;
-        for (kind, blocks) in [text_blocks, uuid_blocks].into_iter().enumerate() {
-            corpus.hold_out(blocks, kind as u64, options.holdout);
-        }
+        let add = |document: &Vec<u32>| corpus.add_document(document);
+        let text: Vec<Range<usize>> = text.iter().map(add).collect::<Result<_>>()?;
+        let text_blocks = corpus.n_blocks();
+        let uuids = [corpus.add_document(&uuids)?];
+        corpus.hold_out(&text, 0, options.holdout);
+        corpus.hold_out(&uuids, 1, options.holdout);
         corpus.held_out.sort_unstable();
+        let large = text.into_iter().filter(|blocks| corpus.is_large(blocks));
+        let large = large.collect();
+        corpus.documents = Some(Documents { text_blocks, large });
         Ok(corpus)
     }
 
-    /// Cuts documents into blocks and appends them; returns their numbers, which start at `first`.
-    fn add_documents(&mut self, documents: &[Vec<u32>], first: usize) -> Result<Range<usize>> {
-        for block in documents.iter().flat_map(|d| d.chunks(self.seq_len)) {
+    /// Cuts a document into blocks and appends them; returns their numbers.
+    fn add_document(&mut self, document: &[u32]) -> Result<Range<usize>> {
+        let first = self.n_blocks();
+        for block in document.chunks(self.seq_len) {
             self.ids.extend_from_slice(block);
             let end = u32::try_from(self.ids.len())
                 .map_err(|_| Error::failed("the input has more than 2^32 tokens").hint("give less text"))?;
             self.block_start.push(end);
         }
-        Ok(first..self.block_start.len() - 1)
-    }
-
-    /// Holds out max(1, round(share x blocks)) of `blocks`, but never all of them. Of a single block, it holds out that
-    /// share of the positions, the last ones.
-    fn hold_out(&mut self, blocks: Range<usize>, kind: u64, share: f64) {
-        if share == 0.0 || blocks.is_empty() {
-            return;
-        }
-        let count = |of: usize| ((share * of as f64).round() as usize).clamp(1, of.max(2) - 1);
-        if blocks.len() == 1 {
-            let len = self.block(blocks.start).len();
-            if len > 1 {
-                self.held_out.push((blocks.start, len - count(len), len));
-            }
-            return;
-        }
-        let mut rng = ChaCha8Rng::seed_from_u64(self.seed);
-        rng.set_stream(HOLD_OUT_STREAM + kind);
-        let count = count(blocks.len());
-        let mut order: Vec<usize> = blocks.collect();
-        for i in 0..count {
-            let other = rng.gen_range(i..order.len());
-            order.swap(i, other);
-            let len = self.block(order[i]).len();
-            self.held_out.push((order[i], 0, len));
-        }
+        Ok(first..self.n_blocks())
     }
 
     /// Counts the blocks.
@@ -221,6 +203,7 @@ impl Corpus {
                 .collect(),
             seq_len: self.seq_len,
             seed: self.seed,
+            documents: None,
         }
     }
 
@@ -248,52 +231,6 @@ impl Corpus {
         let blocks = 0..self.n_blocks();
         blocks.flat_map(|b| 0..self.block(b).len() as u32).collect()
     }
-
-    /// Returns the description of the input for a manifest.
-    pub fn manifest(&self) -> CorpusManifest {
-        let digest = |values: &[u32]| hex(&Sha256::digest(to_bytes(values)));
-        CorpusManifest {
-            tokens: self.n_tokens(),
-            blocks: self.n_blocks(),
-            held_out: self.held_out.clone(),
-            held_out_tokens: self.n_held_out(),
-            ids_sha256: digest(&self.ids),
-            block_start_sha256: digest(&self.block_start),
-            seq_len: self.seq_len,
-            seed: self.seed,
-        }
-    }
-}
-
-/// The `calibration` object of a manifest: which tokens were used, and which were held out.
-#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
-pub struct CorpusManifest {
-    /// Number of tokens.
-    pub tokens: usize,
-    /// Number of blocks.
-    pub blocks: usize,
-    /// Held-out ranges (block, first, last + 1) of positions within the block.
-    pub held_out: Vec<(usize, usize, usize)>,
-    /// Number of held-out tokens.
-    pub held_out_tokens: usize,
-    /// Digest of all token ids, as little-endian u32.
-    pub ids_sha256: String,
-    /// Digest of [`Corpus::block_start`], as little-endian u32.
-    pub block_start_sha256: String,
-    /// Most tokens per block.
-    pub seq_len: usize,
-    /// The seed of the UUIDs and of the draw of held-out blocks.
-    pub seed: u64,
-}
-
-/// The model and the text from which a dump, moments or a section were made; files can be combined only if
-/// these agree.
-#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
-pub struct Origin {
-    /// The model.
-    pub model: ModelManifest,
-    /// The calibration text.
-    pub calibration: CorpusManifest,
 }
 
 /// Fails for a block length or a hold-out share out of range.
@@ -314,7 +251,7 @@ fn check(seq_len: usize, options: &CorpusOptions) -> Result<()> {
 const MAX_UUID_TOKENS: usize = 1 << 24;
 
 /// Numbers of the random streams derived from one seed. The streams are independent: drawing more from one does not
-/// change the other.
+/// change the other. That of a kind's held-out blocks is `HOLD_OUT_STREAM` + the number of the kind.
 const UUID_STREAM: u64 = 1;
 const HOLD_OUT_STREAM: u64 = 2;
 

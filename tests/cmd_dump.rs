@@ -179,6 +179,75 @@ fn hold_out_rules() {
     }
 }
 
+/// Two documents of two blocks, and one of a single block, which the draw of seed 0 begins with: something of each is
+/// fitted, and manifest, log and `inspect` say how much.
+#[test]
+fn a_large_document_is_never_held_out_as_a_whole() {
+    let scratch = Scratch::new();
+    let model = checkpoint("llama_default");
+    let tokens = scratch.tokens("tokens.json", &documents(&[128, 128, 64], 4));
+    let out = scratch.path("dump");
+    let options = "--seq-len 64 --holdout 0.1 --queries --values";
+    let made = kvsmith(&format!(
+        "dump --model {model} --tokens {tokens} {options} -o {out}"
+    ));
+    assert!(
+        made.stderr.contains("text: 256 tokens fitted, 64 held out"),
+        "{}",
+        made.stderr
+    );
+    let calibration = manifest_of(&out)["calibration"].clone();
+    let held_out: Vec<[usize; 3]> = serde_json::from_value(calibration["held_out"].clone()).unwrap();
+    let [[block, 0, 64]] = held_out[..] else {
+        panic!("{held_out:?}");
+    };
+    assert_ne!(block, 4);
+    let document = |first: usize, blocks: usize| {
+        let held_out = if (first..first + blocks).contains(&block) {
+            64
+        } else {
+            0
+        };
+        json!({ "first_block": first, "blocks": blocks, "fitted_tokens": 64 * blocks - held_out, "held_out_tokens": held_out })
+    };
+    assert_eq!(
+        calibration["documents"],
+        json!([document(0, 2), document(2, 2), document(4, 1)])
+    );
+    assert_eq!(
+        calibration["kinds"],
+        json!([{ "kind": "text", "blocks": 5, "fitted_tokens": 256, "held_out_tokens": 64 }])
+    );
+    let art = scratch.make("art", &format!("signs --dump {out}"));
+    let shown = kvsmith(&format!("inspect {art}")).ok().stdout;
+    assert!(shown.contains("text: 256 tokens fitted, 64 held out"), "{shown}");
+    assert!(
+        shown.contains("document in block 4: 64 tokens fitted, 0 held out"),
+        "{shown}"
+    );
+    // A dump of an earlier version does not say, and its sections go with those of the same text.
+    reseal_dump(&out, |manifest| {
+        let calibration = manifest["calibration"].as_object_mut().unwrap();
+        calibration.remove("kinds");
+        calibration.remove("documents");
+    });
+    let old = scratch.make("old", &format!("priors --dump {out}"));
+    let shown = kvsmith(&format!("inspect {old}")).ok().stdout;
+    assert!(!shown.contains("fitted,"), "{shown}");
+    scratch.make("joined", &format!("pack {art} {old} --model {model}"));
+    // What a manifest says must be so.
+    reseal_dump(&out, |manifest| {
+        manifest["calibration"]["kinds"] =
+            json!([{ "kind": "text", "blocks": 5, "fitted_tokens": 257, "held_out_tokens": 63 }]);
+        manifest["calibration"]["documents"] = json!([]);
+    });
+    kvsmith(&format!("signs --dump {out} -o {}", scratch.path("none"))).fails(
+        1,
+        "`calibration` does not match",
+        "recreate",
+    );
+}
+
 /// Keys, queries and values of every layer, those of all blocks in a row.
 fn states(model: &str, blocks: &[Vec<u32>]) -> Vec<[Array3<f32>; 3]> {
     let decoder = Decoder::open(Path::new(model)).unwrap();

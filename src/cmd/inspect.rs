@@ -164,6 +164,10 @@ fn summary(artifact: &Artifact, args: &Args) -> Result<String> {
             text.tokens, text.blocks, text.held_out_tokens, text.seed
         ),
     );
+    let used = Some(text.used()).filter(|used| !used.is_empty());
+    for line in used.into_iter().chain(text.used_by_document()) {
+        out += &paragraph("", &line);
+    }
     for section in artifact.sections() {
         let (name, bytes) = (section.kind.name(), size(section.bytes()));
         let what = format!("{name}, {bytes}: {}", section.kind.describe(&section)?);

@@ -171,6 +171,11 @@ fn load_corpus(dir: &Path, config: &ModelConfig, input: &Input, global: &Global)
         corpus.n_blocks(),
         corpus.seq_len
     ));
+    let manifest = corpus.manifest();
+    log.note(&manifest.used());
+    for line in manifest.used_by_document() {
+        log.detail(&line);
+    }
     let text = corpus.n_tokens().saturating_sub(input.uuid_tokens);
     if input.tokens.is_none() && text < input.max_tokens && input.max_tokens < u32::MAX as usize {
         log.note(&format!(

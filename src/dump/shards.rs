@@ -2,7 +2,7 @@
 
 use super::read::Part;
 use super::{DumpManifest, DumpOptions};
-use crate::corpus::{Corpus, CorpusManifest};
+use crate::corpus::{Corpus, CorpusManifest, Documents};
 use crate::error::{Error, Result};
 
 /// Checks that folders, sorted by shard, are one dump, or all shards of one dump.
@@ -120,15 +120,21 @@ pub(super) fn join_blocks(
         ids.extend_from_slice(&part.ids);
         held_out.extend_from_slice(&part.held_out);
     }
+    let documents = Documents::of(text, block_start.len() - 1);
     let corpus = Corpus {
         ids,
         block_start,
         held_out: text.held_out.clone(),
         seq_len: text.seq_len,
         seed: text.seed,
+        documents,
     };
     let kept: Vec<bool> = held_out.iter().map(|held_out| *held_out == 0).collect();
-    match corpus.is_consistent() && corpus.manifest() == *text && corpus.kept() == kept {
+    let is_right = || {
+        let own = corpus.manifest();
+        own == *text && (&own.kinds, &own.documents) == (&text.kinds, &text.documents)
+    };
+    match corpus.is_consistent() && is_right() && corpus.kept() == kept {
         true => Ok((kept, corpus)),
         false => Err("`calibration` does not match tokens.safetensors"),
     }
