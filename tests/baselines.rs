@@ -98,7 +98,9 @@ fn quest_takes_the_pages_with_the_largest_bounds() {
             let step = case.step(n - 1, &candidates, budget);
             let choice = quest.select(&step);
             let read = candidates.end.div_ceil(PAGE) - candidates.start / PAGE;
-            assert_eq!(quest.reads(&step, &choice), Reads::index(read * 2 * d * 4));
+            let mut reads = Reads::new(1);
+            quest.reads(&step, &choice, &mut reads);
+            assert_eq!(reads.index_bytes, Some(read * 2 * d * 4));
             let selected = choice.positions;
             let mut pages: Vec<usize> = selected.iter().map(|p| *p as usize / PAGE).collect();
             pages.dedup();

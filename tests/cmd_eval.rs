@@ -211,6 +211,7 @@ fn naive_kl(decoder: &Decoder, documents: &[Vec<u32>], budget: f64) -> f64 {
                 budget: Budget::Fraction(budget),
                 kv: KvType::F32,
                 packed: Center::Median.into(),
+                granule: 64,
             };
             let mut session = Session::on_cpu(decoder, method.as_ref(), options, ids.len()).unwrap();
             let (prompt, rest) = ids.split_at(ids.len() - 10);
@@ -235,11 +236,20 @@ fn divergence(p: &Array1<f64>, q: &Array1<f64>) -> f64 {
     p.iter().zip(&q).map(|(p, q)| p.exp() * (p - q)).sum()
 }
 
+/// The shares of a row that a session counts, too.
+const SHARES: [&str; 5] = [
+    "kv_read_fraction",
+    "exact_dot_fraction",
+    "bytes_read_fraction",
+    "bytes_moved_fraction",
+    "scratch_bytes_fraction",
+];
+
 /// What a session of a method says when it is driven turn by turn: per turn, the logits after every decode
-/// step; and its shares of rows read, products taken and bytes read.
+/// step; and its [`SHARES`].
 struct Driven {
     turns: Vec<Vec<Array1<f64>>>,
-    shares: [f64; 3],
+    shares: [f64; 5],
 }
 
 /// Drives a session through `turns`, each a prompt and tokens that are fed one by one.
@@ -257,6 +267,7 @@ fn drive(
         budget,
         kv,
         packed: Center::Median.into(),
+        granule: 64,
     };
     let mut session = Session::on_cpu(decoder, method.as_ref(), options, 200).unwrap();
     let mut turn = |(prompt, rest): &(Vec<u32>, Vec<u32>)| -> Vec<Array1<f64>> {
@@ -268,10 +279,16 @@ fn drive(
     let turns = turns.iter().map(&mut turn).collect();
     let shares = session.shares().unwrap();
     let counts: Counts = session.counts().unwrap().into_iter().sum();
-    let bytes = counts.bytes_fraction(kv, decoder.config.head_dim);
+    let d = decoder.config.head_dim;
+    let bytes = [
+        counts.bytes_fraction(kv, d),
+        counts.moved_fraction(kv, d),
+        counts.scratch_fraction(kv, d),
+    ];
+    let [bytes, moved, scratch] = bytes.map(|share| share.unwrap_or(0.0));
     Driven {
         turns,
-        shares: [shares.read, shares.products, bytes.unwrap_or(0.0)],
+        shares: [shares.read, shares.products, bytes, moved, scratch],
     }
 }
 
@@ -304,8 +321,7 @@ fn every_turn_is_that_of_a_session() {
         for (row, method) in json["rows"].as_array().unwrap().iter().zip(METHODS) {
             let own = drive(&decoder, &artifact, (*method, Budget::Fraction(0.15)), kv, &turns);
             let what = format!("{name} {flag} {}", method.as_str());
-            let shares =
-                ["kv_read_fraction", "exact_dot_fraction", "bytes_read_fraction"].map(|key| number(row, key));
+            let shares = SHARES.map(|key| number(row, key));
             for (share, expected) in shares.iter().zip(own.shares) {
                 assert!(
                     (share - expected).abs() < 1e-9,

@@ -67,6 +67,7 @@ fn logits(
         budget,
         kv: KvType::F32,
         packed: Center::Median.into(),
+        granule: 64,
     };
     let mut session = Session::on_cpu(decoder, method.as_ref(), options, 200).unwrap();
     let first = session.prefill(prompt).unwrap();
@@ -220,6 +221,44 @@ fn budgets_are_found_that_read_the_shares() {
         text.contains("bytes") && text.lines().all(|line| line.len() <= 80),
         "{text}"
     );
+}
+
+#[test]
+fn a_granule_sets_what_the_shares_count_in() {
+    let eval = Eval::new(&[180]);
+    let options = "--methods topk,wpq,lfps --reads 0.6 --decode 20 --kv bf16 --json";
+    let plain = eval.text(options).json();
+    assert_eq!(
+        (&plain["granule"], &plain["reads_granule"]),
+        (&json!(64), &json!(1))
+    );
+    let mut smaller = 0;
+    for granule in [32, 64, 256] {
+        let json = eval.text(&format!("{options} --granule {granule}")).json();
+        assert_eq!(
+            (&json["granule"], &json["reads_granule"]),
+            (&json!(granule), &json!(granule))
+        );
+        for (row, plain) in rows(&json).iter().zip(rows(&plain)) {
+            let what = format!("{granule}: {row}");
+            // Rows of 32 bytes, of which a granule of 256 holds eight; the least share may be above what was asked for.
+            let Some(budget) = row["budget"].as_f64() else {
+                assert!(number(row, "reads_sample") > 0.6, "{what}");
+                continue;
+            };
+            let moved = number(row, "bytes_moved_fraction");
+            assert!((moved - number(row, "reads_sample")).abs() < 1e-9, "{what}");
+            assert!((moved - 0.6).abs() < 0.06, "{what}");
+            assert!(moved >= number(row, "bytes_read_fraction"), "{what}");
+            assert!(budget <= plain["budget"].as_f64().unwrap() + 1e-9, "{what}");
+            smaller += usize::from(budget < plain["budget"].as_f64().unwrap());
+        }
+    }
+    assert!(smaller >= 3, "{smaller}");
+    for granule in ["0", "48", "8192", "x"] {
+        eval.text(&format!("--methods topk --granule {granule}"))
+            .fails(2, "--granule", "");
+    }
 }
 
 #[test]

@@ -3,6 +3,7 @@
 use crate::common::*;
 use kvsmith::method::registry::METHODS;
 use serde_json::{Value, json};
+use std::collections::BTreeSet;
 
 /// First and last positions that are always attended, and tokens to generate.
 const SINKS: usize = 2;
@@ -13,7 +14,6 @@ const NEW: usize = 10;
 struct Sizes {
     name: &'static str,
     g: usize,
-    r: usize,
     d: usize,
     /// Per layer.
     windows: &'static [Option<usize>],
@@ -25,7 +25,6 @@ const MODELS: [Sizes; 3] = [
     Sizes {
         name: "llama_default",
         g: 2,
-        r: 2,
         d: 16,
         windows: &[None, None],
         positions: "window",
@@ -33,7 +32,6 @@ const MODELS: [Sizes; 3] = [
     Sizes {
         name: "qwen2_sliding",
         g: 2,
-        r: 2,
         d: 8,
         windows: &[None, Some(12), Some(12)],
         positions: "buckets",
@@ -41,7 +39,6 @@ const MODELS: [Sizes; 3] = [
     Sizes {
         name: "mistral_sliding",
         g: 1,
-        r: 4,
         d: 16,
         windows: &[Some(16), Some(16)],
         positions: "window",
@@ -56,12 +53,57 @@ struct Counted {
     visible: usize,
     full: usize,
     index: usize,
+    /// Bytes that memory moves, of the cache and of the index.
+    moved: usize,
+}
+
+/// The bytes that a memory of 64-byte lines moves for items of an array, of `width` bytes each.
+fn lines(width: usize, places: impl IntoIterator<Item = usize>) -> usize {
+    let bytes = places
+        .into_iter()
+        .flat_map(|place| place * width..(place + 1) * width);
+    64 * bytes.map(|byte| byte / 64).collect::<BTreeSet<_>>().len()
+}
+
+/// The bytes that memory moves of the index, for a choice of `chosen` of the candidates from `start` to `end` with
+/// `visible` positions; `None` where the trace does not tell.
+fn moved_index(
+    method: &str,
+    kv: &str,
+    sizes: &Sizes,
+    [start, end, chosen]: [usize; 3],
+    visible: std::ops::Range<usize>,
+) -> Option<usize> {
+    let d = sizes.d;
+    let float = if ["f16", "bf16"].contains(&kv) { 2 } else { 4 };
+    Some(match method {
+        "full" | "topk" | "random" | "streaming" => 0,
+        "quest" => lines(2 * float * d, (start..end).map(|p| p / 16)),
+        "snapkv" => lines(4 * chosen, [0]),
+        "h2o" => lines(8, start..end),
+        // The codewords in panels of 32 in half precision, L^-1 in double precision, the counts, and a code per candidate.
+        "a2ats" if sizes.positions == "window" => {
+            lines(2 * 32 * d + 8 * d * d, [0]) + lines(4 * 8, [0]) + lines(2, start..end)
+        }
+        "selfindex" => lines(d / 8, visible) + lines(16 * 4 * d, [0]),
+        _ => return None,
+    })
+}
+
+/// The bytes that memory moves of the cache: the keys in one array, or their signs in another, and the values.
+fn moved_rows(kv: &str, d: usize, attended: &BTreeSet<usize>) -> usize {
+    let rows = |width: usize| lines(width, attended.iter().copied());
+    match kv {
+        "f32" => 2 * rows(4 * d),
+        "f16" | "bf16" => 2 * rows(2 * d),
+        _ => rows(d / 8) + 2 * rows(packed_width(d)),
+    }
 }
 
 /// Bytes of the index for a choice of `chosen` of `n` candidates from position `start` on, with `seen` visible
 /// positions; `None` where the trace does not tell.
 fn index_bytes(method: &str, kv: &str, sizes: &Sizes, [start, n, seen, chosen]: [usize; 4]) -> Option<usize> {
-    let Sizes { r, d, .. } = *sizes;
+    let d = sizes.d;
     let float = if ["f16", "bf16"].contains(&kv) { 2 } else { 4 };
     Some(match method {
         "full" | "topk" | "random" | "streaming" => 0,
@@ -74,7 +116,6 @@ fn index_bytes(method: &str, kv: &str, sizes: &Sizes, [start, n, seen, chosen]: 
         "selfindex" => seen * d / 8 + 16 * 4 * d,
         // Twice 8 groups of 16 words, the map of the query and both means; 4 bytes per candidate, and as many per refined one.
         "wpq" => 4 * (n + n.min(4 * chosen)) + (2 * 2 * 16 + 2 * d) * 8 * d.div_ceil(8) + 8 * d,
-        "lfps" => r * 2 * 4 * seen.div_ceil(16),
         _ => return None,
     })
 }
@@ -87,16 +128,17 @@ fn count(
     sizes: &Sizes,
     prompt: usize,
     budget: f64,
-) -> (Vec<Counted>, bool) {
+) -> (Vec<Counted>, [bool; 2]) {
     let mut layers: Vec<Counted> = sizes.windows.iter().map(|_| Counted::default()).collect();
-    let mut known = true;
+    let (mut known, mut moves_known) = (true, true);
     for line in json_lines(trace) {
         let at = |key: &str| line[key].as_u64().unwrap() as usize;
         let (end, layer) = (prompt + at("step") + 1, at("layer"));
         let start = sizes.windows[layer].map_or(0, |w| end.saturating_sub(w));
         let last = (end - WINDOW).max(start);
         let first = SINKS.clamp(start, last);
-        let chosen = line["positions"].as_array().unwrap().len();
+        let positions = line["positions"].as_array().unwrap();
+        let chosen = positions.len();
         let (n, seen) = (last - first, end - start);
         let most = if budget > 1.0 {
             budget as usize
@@ -108,14 +150,21 @@ fn count(
         counted.rows += seen - n + chosen;
         counted.visible += seen;
         counted.full += usize::from(chosen == n);
+        let positions = positions.iter().map(|p| p.as_u64().unwrap() as usize);
+        let attended: BTreeSet<usize> = (start..first).chain(positions).chain(last..end).collect();
+        counted.moved += moved_rows(kv, sizes.d, &attended);
         if most < n {
+            match moved_index(method, kv, sizes, [first, last, chosen], start..end) {
+                Some(bytes) => counted.moved += bytes,
+                None => moves_known = false,
+            }
             match index_bytes(method, kv, sizes, [first, n, seen, chosen]) {
                 Some(bytes) => counted.index += bytes,
                 None => known = false,
             }
         }
     }
-    (layers, known)
+    (layers, [known, moves_known])
 }
 
 #[test]
@@ -124,7 +173,7 @@ fn the_counters_are_those_of_the_trace() {
         let scratch = Scratch::new();
         let model = checkpoint(sizes.name);
         let ids = golden_ids(sizes.name, "ids");
-        let (prompt, trace) = (ids.len(), scratch.path("trace"));
+        let (prompt, trace, mut moves) = (ids.len(), scratch.path("trace"), 0);
         let tokens = scratch.tokens("prompt.json", &[ids]);
         let texts = scratch.tokens("texts.json", &documents(&[60, 60], 1));
         let art = scratch.make(
@@ -148,7 +197,8 @@ fn the_counters_are_those_of_the_trace() {
             let told = run.stderr.clone();
             let json = run.json();
             let text = std::fs::read_to_string(&trace).unwrap();
-            let (layers, known) = count(&text, method, kv, sizes, prompt, budget.parse().unwrap());
+            let (layers, [known, moves_known]) =
+                count(&text, method, kv, sizes, prompt, budget.parse().unwrap());
             let sum = |of: fn(&Counted) -> usize| layers.iter().map(of).sum::<usize>();
             let [rows, full, choices] = [sum(|c| c.rows), sum(|c| c.full), sum(|c| c.choices)];
             assert_eq!(choices, (NEW - 1) * sizes.g * layers.len(), "{what}");
@@ -178,6 +228,24 @@ fn the_counters_are_those_of_the_trace() {
             assert_eq!(json["bytes_read"], bytes, "{what}");
             let share = bytes as f64 / (row * sum(|c| c.visible)) as f64;
             assert_eq!(json["bytes_read_fraction"], json!(share), "{what}");
+            // Memory moves whole lines: more than is read.
+            let visible = (row * sum(|c| c.visible)) as f64;
+            let moved = json["bytes_moved_fraction"].as_f64().unwrap() * visible;
+            if moves_known {
+                assert!(
+                    (moved - sum(|c| c.moved) as f64).abs() < 1e-6 * visible,
+                    "{what}: {moved}"
+                );
+                moves += 1;
+            } else {
+                assert!(moved > sum(|c| c.moved) as f64, "{what}: {moved}");
+            }
+            assert!(moved >= bytes as f64, "{what}: {moved} of {bytes}");
+            assert_eq!(json["granule"], 64);
+            let keeps_nothing =
+                ["full", "random", "streaming", "snapkv", "topk"].contains(&method) || full == choices;
+            let scratch = json["scratch_bytes_fraction"].as_f64().unwrap();
+            assert_eq!(scratch == 0.0, keeps_nothing, "{what}: {scratch}");
             if known {
                 assert_eq!(index, sum(|c| c.index), "{what}");
             } else {
@@ -205,6 +273,7 @@ fn the_counters_are_those_of_the_trace() {
                 assert_eq!(lines.count(), 1, "{what}: {told}");
             }
         }
+        assert!(moves >= 30, "{}: {moves}", sizes.name);
     }
 }
 

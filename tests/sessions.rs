@@ -43,6 +43,7 @@ impl Model {
             budget,
             kv,
             packed: Center::Median.into(),
+            granule: 64,
         };
         Session::on_cpu(&self.decoder, method.as_ref(), options, capacity).unwrap()
     }
@@ -83,6 +84,7 @@ fn a_long_prompt_tells_its_progress_within_a_layer() {
             budget: Budget::Fraction(1.0),
             kv: KvType::F32,
             packed: Center::Median.into(),
+            granule: 64,
         };
         Session::on_cpu(&decoder, method.as_ref(), options, ids.len()).unwrap()
     };

@@ -19,8 +19,8 @@ use crate::artifact::Artifact;
 use crate::error::{Error, Kind, Result};
 use crate::flags::{parse_count, parse_count_or_all, parse_positive_count, parse_share};
 use crate::kv::Budget;
-use crate::method::Method;
 use crate::method::registry::{FULL, MethodName};
+use crate::method::{CPU_GRANULE, Method};
 use crate::model::Decoder;
 use crate::model::tokenizer::Tokenizer;
 use crate::runner::Options;
@@ -30,6 +30,9 @@ use blocks::Blocks;
 use needles::{NeedleLine, Reader};
 use plan::{BudgetOf, Entry};
 use rows::Measurements;
+
+/// The largest number of bytes that `--granule` takes.
+const MOST_GRANULE: usize = 4096;
 
 /// Arguments of `eval`.
 #[derive(clap::Args, Debug)]
@@ -68,6 +71,10 @@ pub struct Args {
     /// such as 0.05,0.1. kvsmith searches for the budget of each method on the first block or line
     #[arg(help_heading = "Measurement", long, value_name = "F,G", value_delimiter = ',', value_parser = parse_share, conflicts_with = "budgets")]
     reads: Vec<f64>,
+    /// Number of bytes that memory moves at once, a power of two up to 4096. --reads counts bytes as such a memory moves
+    /// them: whatever is read, whole granules. With 1, each byte that is read counts once
+    #[arg(help_heading = "Measurement", long, value_name = "N", default_value_t = 1, value_parser = parse_granule)]
+    granule: usize,
     /// Number of tokens at the end of each turn that are decoded one by one
     #[arg(help_heading = "Measurement", long, value_name = "N", default_value_t = 64, value_parser = parse_positive_count)]
     decode: usize,
@@ -107,6 +114,14 @@ impl Args {
     /// Returns the files of the artifacts, beginning with that of `--artifact`.
     fn artifacts(&self) -> impl Iterator<Item = &PathBuf> {
         self.reading.artifact().into_iter().chain(&self.against)
+    }
+
+    /// Returns the granule in which moved bytes count: that of `--granule`, or a cache line of the CPU.
+    fn granule(&self) -> usize {
+        match self.granule {
+            1 => CPU_GRANULE,
+            granule => granule,
+        }
     }
 
     /// Returns the methods of `--methods` and of `--also`.
@@ -164,7 +179,11 @@ pub fn run(args: &Args, global: &Global) -> Result<()> {
     let methods: Vec<Box<dyn Method>> = entries.iter().map(method).collect::<Result<_>>()?;
     let options = |artifact| {
         let whole = Budget::Fraction(1.0);
-        args.reading.options(whole, artifact, device.as_ref())
+        let options = args.reading.options(whole, artifact, device.as_ref());
+        options.map(|options| Options {
+            granule: args.granule(),
+            ..options
+        })
     };
     for other in artifacts.iter().skip(1) {
         if options(Some(other))?.packed != options(artifacts.first())?.packed {
@@ -194,7 +213,13 @@ pub fn run(args: &Args, global: &Global) -> Result<()> {
     let plan = plan::rows(args, &entries, log, &mut |budgets| {
         let mut evaluation = evaluation(budgets)?;
         material.sample(args, &mut evaluation)?;
-        let share = |variant: usize| evaluation.bytes_fraction(variant).unwrap_or(1.0);
+        let share = |variant: usize| {
+            let share = match args.granule {
+                1 => evaluation.bytes_fraction(variant),
+                _ => evaluation.moved_fraction(variant),
+            };
+            share.unwrap_or(1.0)
+        };
         Ok((0..budgets.len()).map(share).collect())
     })?;
     let budgets: Vec<_> = plan.iter().filter_map(|p| Some((p.entry, p.budget?))).collect();
@@ -229,6 +254,15 @@ pub fn run(args: &Args, global: &Global) -> Result<()> {
     }
 }
 
+/// Parses a number of bytes that memory moves at once.
+fn parse_granule(text: &str) -> std::result::Result<usize, String> {
+    let granule = parse_positive_count(text)?;
+    match granule.is_power_of_two() && granule <= MOST_GRANULE {
+        true => Ok(granule),
+        false => Err(format!("not a power of two up to {MOST_GRANULE}")),
+    }
+}
+
 /// Describes what was measured, so that nobody takes it for another model or artifact.
 fn conditions(args: &Args, decoder: &Decoder, artifacts: &[Artifact], options: &Options) -> Result<Value> {
     let files = args.artifacts().zip(artifacts);
@@ -239,6 +273,8 @@ fn conditions(args: &Args, decoder: &Decoder, artifacts: &[Artifact], options: &
         "kv": options.kv.as_str(),
         "sinks": options.sinks,
         "window": options.window,
+        "granule": options.granule,
+        "reads_granule": args.granule,
     }))
 }
 

@@ -9,12 +9,12 @@ use crate::error::{Error, Result};
 use crate::flags::{parse_count, parse_positive_count};
 use crate::kv::static_set::{SINKS, WINDOW};
 use crate::kv::{Budget, KvType};
-use crate::method::Method;
 use crate::method::declaration::Ask;
 use crate::method::params::{MethodParams, flags_of_methods};
 use crate::method::registry::MethodName;
 use crate::method::sections::SECTIONS;
 use crate::method::tail::with_tail;
+use crate::method::{CPU_GRANULE, Method};
 use crate::model::Decoder;
 use crate::progress::Log;
 use crate::runner::Options;
@@ -95,6 +95,7 @@ impl Reading {
             budget,
             kv: self.kv_type(device),
             packed: self.methods.selfindex.layout(artifact)?,
+            granule: CPU_GRANULE,
         })
     }
 

@@ -17,12 +17,12 @@ use crate::flags::{parse_positive_count, parse_share};
 use crate::heap;
 use crate::kv::static_set::{SINKS, WINDOW};
 use crate::kv::{Budget, KvType};
-use crate::method::Method;
 use crate::method::declaration::Ask;
 use crate::method::params::MethodParams;
 use crate::method::registry::{METHODS, MethodName};
 use crate::method::sections::SECTIONS;
 use crate::method::tail::with_tail;
+use crate::method::{CPU_GRANULE, Method};
 use crate::model::Decoder;
 use crate::progress::Log;
 use crate::runner::Options;
@@ -238,6 +238,7 @@ impl Judging<'_> {
                 budget: Budget::Fraction(1.0),
                 kv: KvType::Bf16,
                 packed: params.selfindex.layout(Some(artifact))?,
+                granule: CPU_GRANULE,
             },
         };
         let steps: usize = passages.iter().map(|passage| passage.steps).sum();

@@ -68,8 +68,8 @@ fn each(values: &[f32], thresholds: [f32; 2], masks: &mut [Vec<u64>; 2]) -> bool
 }
 
 /// Writes the same mask as [`at_least`], but reads only the blocks of [`BLOCK`] values whose entry in `maxima` reaches
-/// the threshold. An entry is the block's maximum or an upper bound of it.
-pub fn at_least_in_blocks(values: &[f32], maxima: &[f32], threshold: f32, out: &mut Vec<u64>) {
+/// the threshold. An entry is the block's maximum or an upper bound of it. Returns the blocks read, ascending.
+pub fn at_least_in_blocks(values: &[f32], maxima: &[f32], threshold: f32, out: &mut Vec<u64>) -> Vec<u32> {
     at_least(maxima, threshold, out);
     let blocks = places(out, 0);
     out.clear();
@@ -86,6 +86,7 @@ pub fn at_least_in_blocks(values: &[f32], maxima: &[f32], threshold: f32, out: &
         let block = block as usize;
         out[block / BLOCKS] |= bits << (block % BLOCKS * BLOCK);
     }
+    blocks
 }
 
 /// Returns `first` plus the index of each set bit, ascending.

@@ -21,9 +21,9 @@ use crate::kv::cuda::attend::Attention;
 use crate::kv::cuda::cache::{LayerCache, bytes_per_position, fixed_bytes};
 use crate::kv::cuda::signs::FULL;
 use crate::kv::sample::Sampler;
-use crate::method::Method;
 use crate::method::bench::{Bench, CodeForm, Contents};
 use crate::method::cuda::{CudaIndex, CudaNeeds, CudaStep, Indexes, OnDevice, TALLIES};
+use crate::method::{CUDA_GRANULE, Method, Reads};
 use crate::runner::{Backend, Counts, Options, Shares, StepAt, Trace};
 
 /// A model with its caches and indexes on the device. It holds one sequence for a session, or several sequences that
@@ -200,11 +200,15 @@ impl<'a> CudaBackend<'a> {
         for (number, (layer, counts)) in self.layers.iter().zip(&mut self.counts).enumerate() {
             for (set, _) in self.model.windows.of(number).sets() {
                 let heads = self.at.shape.kv_heads as u64;
-                let bytes = layer.index.step_bytes(&set).map(|bytes| heads * bytes as u64);
+                let mut reads = Reads::new(CUDA_GRANULE);
+                layer.index.reads(&set, &mut reads);
+                let of_heads = |bytes: Option<usize>| bytes.map(|bytes| heads * bytes as u64);
                 *counts += Counts {
                     choices: heads,
                     visible: heads * set.visible().len() as u64,
-                    index_bytes: bytes,
+                    index_bytes: of_heads(reads.index_bytes),
+                    moved_bytes: of_heads(reads.moved_bytes),
+                    scratch_bytes: (layer.index.bytes() == 0).then_some(0),
                     ..Counts::NONE
                 };
             }
@@ -323,14 +327,29 @@ impl Backend for CudaBackend<'_> {
     fn counts(&self) -> Result<Vec<Counts>> {
         let tallies = self.tallies.read()?;
         let layers = tallies.chunks_exact(TALLIES).zip(&self.counts);
+        let moved = |rows: f64, ranked: f64| {
+            let mut reads = Reads::new(CUDA_GRANULE);
+            reads.unlisted_rows(
+                self.options.kv,
+                self.at.shape.width(),
+                rows as usize,
+                ranked as usize,
+            );
+            reads.moved_bytes.map(|bytes| bytes as u64)
+        };
         let counts = layers.map(|(sums, known)| Counts {
             rows: sums[3] as u64,
             ranked_keys: sums[4] as u64,
             full: sums[5] as u64,
             bypassed_heads: sums[6] as u64,
+            moved_bytes: known.moved_bytes.zip(moved(sums[3], sums[4])).map(|(a, b)| a + b),
             ..*known
         });
         Ok(counts.collect())
+    }
+
+    fn granule(&self) -> usize {
+        CUDA_GRANULE
     }
 
     fn kv_bytes(&self) -> usize {

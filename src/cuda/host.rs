@@ -28,8 +28,8 @@ use crate::kv::cuda::{Positions, Selection, Shape};
 use crate::kv::sample::Sampler;
 use crate::kv::{KvHead, StaticSet};
 use crate::method::cuda::{CudaIndex, CudaNeeds, CudaStep, OnDevice};
-use crate::method::{Choice, Method};
-use crate::runner::{Backend, Counts, Options, Shares, StepAt, Trace};
+use crate::method::{CUDA_GRANULE, Choice, Method, Reads};
+use crate::runner::{Backend, Counts, Options, Shares, StepAt, Trace, add_rows};
 use static_set::{StaticAttention, put_rows};
 
 /// A model and its indexes on the device, with the caches in host memory.
@@ -353,11 +353,17 @@ impl Backend for HostBackend<'_> {
             let positions = model.windows.of(number);
             let arrived = layers[number].fetch(&model.space.work, static_set, positions, &set, at.step)?;
             let chosen = layers[number].attend(&model.space.work, static_set, &set, arrived)?;
-            let index_bytes = layers[number].index.step_bytes(&set);
+            let mut reads = Reads::new(CUDA_GRANULE);
+            layers[number].index.reads(&set, &mut reads);
+            if layers[number].index.bytes() > 0 {
+                reads.scratch_bytes = None;
+            }
             let chosen: Vec<Choice> = chosen.into_iter().map(Choice::from).collect();
             shares.add_layer(chosen.iter(), &set, shape.group);
             for choice in &chosen {
-                counts[number].add(choice, index_bytes, &set, shape.group);
+                let mut reads = reads.clone();
+                add_rows(&mut reads, choice, &set, shape.group, options.kv, shape.head_dim);
+                counts[number].add(choice, &reads, &set, shape.group);
             }
             Ok(chosen.into_iter().map(|choice| choice.positions).collect())
         })
@@ -380,6 +386,10 @@ impl Backend for HostBackend<'_> {
 
     fn counts(&self) -> Result<Vec<Counts>> {
         Ok(self.counts.clone())
+    }
+
+    fn granule(&self) -> usize {
+        CUDA_GRANULE
     }
 
     fn kv_bytes(&self) -> usize {

@@ -32,6 +32,13 @@ impl KvType {
         }
     }
 
+    /// Returns the bytes per position of each array that holds keys, then of each that holds values.
+    pub fn row_arrays(self, d: usize) -> [[Option<usize>; 2]; 2] {
+        let value = self.bytes_per_position(d) - self.bytes_per_key(d);
+        let signs = (self == Self::TwoBit).then(|| packed::sign_bytes(d));
+        [[Some(value), signs], [Some(value), None]]
+    }
+
     /// Returns the type's name as a value of `--kv`.
     pub fn as_str(self) -> &'static str {
         match self {

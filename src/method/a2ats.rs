@@ -38,7 +38,7 @@ use buckets::Run;
 pub use buckets::{BUCKETS, DistanceBuckets, Edges};
 pub use codebook::{Codebooks, HeadCodebook};
 pub use params::A2atsParams;
-use postings::{Postings, read_bytes};
+use postings::Postings;
 pub use quotas::{Bound, Quotas, choose};
 use quotas::{choose_in_runs, choose_listed};
 pub use section::{
@@ -194,18 +194,21 @@ impl Retriever for A2ats {
         !step.is_exact() || self.per_query_head.is_some()
     }
 
-    fn reads(&self, step: &Step, choice: &Choice) -> Reads {
-        let size = self.codebook.size();
+    fn reads(&self, step: &Step, _: &Choice, reads: &mut Reads) {
+        let (size, (r, d)) = (self.codebook.size(), step.q_pre.dim());
         let runs = self.codebook.runs(step.visible.end, &step.candidates);
-        let codes = runs.into_iter().map(|Run { positions, .. }| {
-            let before = |end: usize| choice.positions.partition_point(|p| (*p as usize) < end);
-            let chosen = before(positions.end) - before(positions.start);
-            match self.ranking {
-                Ranking::Fast => read_bytes(positions.len(), size, chosen),
-                Ranking::Plain => 2 * positions.len(),
-            }
-        });
-        Reads::index(2 * size * step.q_pre.ncols() + codes.sum::<usize>())
+        reads.array_held(2 * size * d, self.codebook.held_bytes());
+        reads.scratch(4 * r * runs.len() * size);
+        let last = self.postings.len() - 1;
+        let is_scanned = |run: &&Run| match self.ranking {
+            Ranking::Fast => self.postings[last - run.bucket].has_scanned(),
+            Ranking::Plain => true,
+        };
+        let scanned = runs.iter().filter(is_scanned);
+        reads.spans(scanned.map(|run| 2 * run.positions.start..2 * run.positions.end));
+        for run in runs.iter().filter(|_| self.ranking == Ranking::Fast) {
+            self.postings[last - run.bucket].add_reads(reads);
+        }
     }
 
     fn state_bytes(&self) -> usize {

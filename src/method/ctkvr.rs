@@ -23,7 +23,7 @@ use ndarray::{Array2, ArrayView2, Axis, s};
 use super::best::{Places, best_positions, by_score, largest};
 use super::cuda::CudaMethod;
 use super::declaration::Declaration;
-use super::{Choice, Method, Place, Prompt, Reads, Retriever, Step, everything, softmax};
+use super::{Choice, Method, Place, Prompt, Reads, Retriever, Step, everything, except, softmax};
 use crate::compute::attention::visible;
 use crate::compute::layout::elements_mut;
 use crate::compute::products::all_products;
@@ -76,8 +76,10 @@ pub struct Ctkvr {
     centroids: VecDeque<Centroid>,
     /// The lists cover the positions below this one; later positions are fresh.
     indexed: usize,
-    /// Bytes of centroids and lists that the last step's ranking read.
-    read_bytes: usize,
+    /// Number of centroids that the last step compared with its query.
+    compared: usize,
+    /// The lengths of the lists that it then read.
+    recalled: Vec<usize>,
 }
 
 impl Ctkvr {
@@ -88,7 +90,8 @@ impl Ctkvr {
             params: params.clone(),
             centroids: VecDeque::new(),
             indexed: 0,
-            read_bytes: 0,
+            compared: 0,
+            recalled: Vec::new(),
         }
     }
 
@@ -145,11 +148,12 @@ impl Ctkvr {
     fn union(&mut self, step: &Step) -> Vec<u32> {
         let c = &step.candidates;
         let mut union = Places::new(c.len());
-        self.read_bytes = self.centroids.len() * step.q_rope.len() * size_of::<f16>();
+        self.compared = self.centroids.len();
+        self.recalled.clear();
         for i in self.recall(step.q_rope) {
-            self.read_bytes += size_of_val(&self.centroids[i as usize].list[..]);
-            let list = self.centroids[i as usize].list.iter().map(|p| *p as usize);
-            let listed = list.filter(|p| c.contains(p));
+            let list = &self.centroids[i as usize].list;
+            self.recalled.push(list.len());
+            let listed = list.iter().map(|p| *p as usize).filter(|p| c.contains(p));
             listed.for_each(|p| union.insert(p - c.start));
         }
         let fresh = self.indexed.max(c.end.saturating_sub(FRESH)).max(c.start)..c.end;
@@ -300,15 +304,22 @@ impl Retriever for Ctkvr {
             self.update(step, &union, &weights);
         }
         Choice {
-            ranked_rows: union.len() - positions.len(),
+            ranked: except(&union, &positions),
             products: r * union.len(),
             positions,
             bypassed: Vec::new(),
         }
     }
 
-    fn reads(&self, _: &Step, choice: &Choice) -> Reads {
-        Reads::ranked(self.read_bytes, choice)
+    fn reads(&self, step: &Step, choice: &Choice, reads: &mut Reads) {
+        // The queries of a centroid and each list are arrays of their own.
+        let queries = step.q_rope.len() * size_of::<f16>();
+        (0..self.compared).for_each(|_| reads.array(queries));
+        self.recalled.iter().for_each(|len| reads.array(4 * len));
+        reads.ranked(choice);
+        let (r, union) = (step.q_rope.nrows(), choice.ranked.len() + choice.positions.len());
+        // A bit per candidate; the list of the ranked positions, a score for each query head and a weight for each.
+        reads.scratch(8 * step.candidates.len().div_ceil(64) + 4 * union * (r + 2));
     }
 
     /// If the budget covers all candidates, nothing is ranked, and the weights come from the attention instead.

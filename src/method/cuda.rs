@@ -4,7 +4,7 @@ use std::cell::RefCell;
 use std::ops::Range;
 use std::rc::Rc;
 
-use super::Place;
+use super::{Place, Reads};
 use crate::compute::cuda::buffer::Buffer;
 use crate::compute::cuda::driver::Driver;
 use crate::compute::cuda::kernels;
@@ -223,10 +223,12 @@ pub trait CudaIndex {
         0
     }
 
-    /// Returns the bytes of the index that a step of one KV head with this static set reads; `None` if only the device
-    /// knows them.
-    fn step_bytes(&self, _set: &StaticSet) -> Option<usize> {
-        (self.bytes() == 0).then_some(0)
+    /// Adds what a step of one KV head with this static set reads of the index; by default, only the device knows what is
+    /// read of an index that grows.
+    fn reads(&self, _set: &StaticSet, reads: &mut Reads) {
+        if self.bytes() > 0 {
+            reads.unknown();
+        }
     }
 }
 

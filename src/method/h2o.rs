@@ -6,6 +6,8 @@
 //! Where we differ from the paper: it evicts all other positions for good and spends half of its budget on recent
 //! ones; here nothing is evicted and the window is outside the budget, so that methods are compared at equal reads.
 
+use std::ops::Range;
+
 use ndarray::ArrayView2;
 
 use super::best::best_positions;
@@ -70,8 +72,10 @@ impl Retriever for H2o {
         best_positions(weighted.collect(), step.budget).into()
     }
 
-    fn reads(&self, step: &Step, _: &Choice) -> Reads {
-        Reads::index(step.candidates.len() * size_of::<f64>())
+    fn reads(&self, step: &Step, _: &Choice, reads: &mut Reads) {
+        let Range { start, end } = step.candidates;
+        reads.range(start * size_of::<f64>()..end * size_of::<f64>());
+        reads.scratch(step.candidates.len() * size_of::<(f64, u32)>());
     }
 
     fn observes(&self, _: &Step) -> bool {

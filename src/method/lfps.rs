@@ -32,7 +32,7 @@ use super::best::Places;
 use super::cuda::CudaMethod;
 use super::declaration::Declaration;
 use super::union::union_within;
-use super::{Choice, Method, Place, Prompt, Reads, Retriever, Step, everything, softmax};
+use super::{Choice, Method, Place, Prompt, Reads, Retriever, Step, everything, except, softmax};
 use crate::artifact::Artifact;
 use crate::compute::attention::{Partial, visible};
 use crate::compute::layout::elements;
@@ -97,6 +97,7 @@ impl LfpsMethod {
             params: self.params,
             heads: heads.collect(),
             mean: RunningMean::default(),
+            wanted: 0,
         }
     }
 }
@@ -118,6 +119,8 @@ pub struct Lfps {
     params: LfpsParams,
     heads: Vec<QueryHead>,
     mean: RunningMean,
+    /// How many keys the query heads wanted to rank in the last step, summed over the heads.
+    wanted: usize,
 }
 
 impl Lfps {
@@ -201,13 +204,9 @@ impl Lfps {
         let slash = head.slash.entries(distances(&c), distances(&population), true);
         let vertical = head.vertical.entries(c.clone(), population, false);
         let rule = self.params.lfps_threshold;
-        let mut places = Places::from(marks(
-            &vertical,
-            &slash,
-            rule,
-            head.constants.alpha,
-            step.visible.len(),
-        ));
+        let marks = marks(&vertical, &slash, rule, head.constants.alpha, step.visible.len());
+        let mut places = Places::from(marks);
+        head.touched = [vertical, slash].map(|entries| entries.touched.into_inner());
         for i in c.start.max((t + 1).saturating_sub(LOCAL))..c.end {
             places.insert(i - c.start);
         }
@@ -292,15 +291,15 @@ impl Retriever for Lfps {
         // Each key is read once for all heads that want it.
         let active: Vec<usize> = (0..r).filter(|a| !self.heads[*a].bypassed).collect();
         let wanted: Vec<Places> = active.iter().map(|a| self.candidates(*a, step)).collect();
-        products += wanted.iter().map(Places::len).sum::<usize>();
+        self.wanted = wanted.iter().map(Places::len).sum();
+        products += self.wanted;
         let mut union = Places::new(step.candidates.len());
         wanted.iter().for_each(|places| union.join(places));
         let start = step.candidates.start;
         let union = union.ascending(start as u32);
-        let read = union.len();
         // If all proposed candidates fit the budget, their scores are not needed.
-        let positions = if read <= step.budget {
-            union
+        let positions = if union.len() <= step.budget {
+            union.clone()
         } else {
             let scale = 1.0 / (d as f32).sqrt();
             let queries = step.q_rope.select(Axis(0), &active);
@@ -319,19 +318,35 @@ impl Retriever for Lfps {
         let all = self.heads.iter().all(|h| h.bypassed);
         Choice {
             // If every head is bypassed, only the keys of the local estimate have been read.
-            ranked_rows: if all { local.len() } else { read - positions.len() },
+            ranked: match all {
+                true => local.map(|p| p as u32).collect(),
+                false => except(&union, &positions),
+            },
             products,
             positions,
             bypassed,
         }
     }
 
-    fn reads(&self, step: &Step, choice: &Choice) -> Reads {
-        // The maximum of every 16 entries is read, from two f32 tables per query head; few single entries are read
-        // besides.
-        let heads = self.heads.iter().filter(|head| !head.bypassed).count();
-        let tables = 2 * 4 * heads * step.visible.len().div_ceil(16);
-        Reads::ranked(tables, choice)
+    /// Of the tables of a query head, a step reads the maximum of every 16 entries, all entries of the blocks whose maximum
+    /// is above a threshold, and single entries elsewhere.
+    fn reads(&self, step: &Step, choice: &Choice, reads: &mut Reads) {
+        let active = || self.heads.iter().filter(|head| !head.bypassed);
+        active().for_each(|head| head.touched.iter().for_each(|table| table.add_to(reads)));
+        if self.heads.iter().any(|head| head.constants.is_tested) {
+            reads.array(size_of_val(&self.mean.keys[..]));
+            reads.array(size_of_val(&self.mean.values[..]));
+        }
+        reads.ranked(choice);
+        if active().count() > 0 {
+            // A bit per candidate for each query head and for their union, and the list of the union.
+            reads.scratch(8 * step.candidates.len().div_ceil(64) * (active().count() + 1));
+            reads.scratch(4 * (choice.ranked.len() + choice.positions.len()));
+        }
+        // Unless the budget covers the union, a score with its position for each head that wants the key.
+        if active().count() > 0 && !choice.ranked.is_empty() {
+            reads.scratch(self.wanted * size_of::<(f32, u32)>());
+        }
     }
 
     fn observes(&self, _: &Step) -> bool {

@@ -16,6 +16,7 @@ pub mod lfps;
 pub mod params;
 pub mod quest;
 pub mod random;
+pub mod reads;
 pub mod registry;
 pub mod sections;
 pub mod selfindex;
@@ -32,6 +33,7 @@ use std::ops::Range;
 use ndarray::{Array2, ArrayView2, ArrayView3, s};
 
 use self::cuda::CudaMethod;
+pub use self::reads::{CPU_GRANULE, CUDA_GRANULE, Reads};
 use self::tail::Tail;
 use crate::compute::attention::{Partial, visible};
 use crate::compute::gemm;
@@ -205,8 +207,8 @@ impl Step<'_> {
 pub struct Choice {
     /// The chosen candidates, at most B: ascending, no duplicates.
     pub positions: Vec<u32>,
-    /// Number of cached keys that were read for ranking but not chosen.
-    pub ranked_rows: usize,
+    /// The positions, ascending, whose cached keys were read for ranking and which are not attended.
+    pub ranked: Vec<u32>,
     /// Number of exact query-key products computed for ranking, over all query heads.
     pub products: usize,
     /// For each bypassed query head, its estimated attention over all positions except the sinks. The runner attends
@@ -219,36 +221,6 @@ impl From<Vec<u32>> for Choice {
         Self {
             positions,
             ..Self::default()
-        }
-    }
-}
-
-/// What one KV head reads in a step in order to choose, besides what it then attends.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct Reads {
-    /// Number of bytes of the index that are read.
-    pub index_bytes: usize,
-    /// Number of cached keys that are ranked exactly.
-    pub keys: usize,
-    /// How many of these keys are not attended afterwards.
-    pub unattended_keys: usize,
-}
-
-impl Reads {
-    /// Returns the reads of `bytes` bytes of an index and no keys.
-    pub fn index(bytes: usize) -> Self {
-        Self {
-            index_bytes: bytes,
-            ..Self::default()
-        }
-    }
-
-    /// Returns the reads of an index and of the keys that a choice ranked.
-    pub fn ranked(index_bytes: usize, choice: &Choice) -> Self {
-        Self {
-            index_bytes,
-            keys: choice.ranked_rows + choice.positions.len(),
-            unattended_keys: choice.ranked_rows,
         }
     }
 }
@@ -291,10 +263,9 @@ pub trait Retriever: Fork + Send + Sync {
         !step.is_exact()
     }
 
-    /// Returns what the step read to make `choice`, if it ranked candidates; by default nothing.
-    fn reads(&self, _step: &Step, _choice: &Choice) -> Reads {
-        Reads::default()
-    }
+    /// Adds what the step read to make `choice`. Called after `select` if the step ranked candidates; by default it read
+    /// nothing.
+    fn reads(&self, _step: &Step, _choice: &Choice, _reads: &mut Reads) {}
 
     /// Returns whether [`Retriever::observe`] needs the attention of this step. Called after `select`.
     fn observes(&self, _step: &Step) -> bool {
@@ -314,6 +285,13 @@ pub trait Retriever: Fork + Send + Sync {
     fn state_bytes(&self) -> usize {
         0
     }
+}
+
+/// Returns the positions of a list that are not in `chosen`; both ascend.
+fn except(listed: &[u32], chosen: &[u32]) -> Vec<u32> {
+    let mut chosen = chosen.iter().peekable();
+    let is_other = |p: &u32| chosen.next_if_eq(&p).is_none();
+    listed.iter().copied().filter(is_other).collect()
 }
 
 /// Returns all candidates, for a step whose budget covers them.

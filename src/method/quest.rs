@@ -105,7 +105,7 @@ impl Retriever for Quest {
         if step.is_exact() {
             return everything(step).into();
         }
-        let pages = candidates.start / PAGE..candidates.end.div_ceil(PAGE);
+        let pages = pages(&candidates);
         let mut scratch = vec![0.0; 2 * step.q_rope.ncols()];
         let bounds = pages.map(|page| (self.bound(page, step.q_rope, &mut scratch), page as u32));
         let ranked: Vec<(f32, u32)> = bounds.collect();
@@ -114,15 +114,21 @@ impl Retriever for Quest {
         inside.collect::<Vec<_>>().into()
     }
 
-    fn reads(&self, step: &Step, _: &Choice) -> Reads {
-        let c = &step.candidates;
-        let pages = c.end.div_ceil(PAGE) - c.start / PAGE;
-        Reads::index(2 * float(step.kv).bytes() * step.q_rope.ncols() * pages)
+    fn reads(&self, step: &Step, _: &Choice, reads: &mut Reads) {
+        let pages = pages(&step.candidates);
+        let width = 2 * float(step.kv).bytes() * step.q_rope.ncols();
+        reads.range(pages.start * width..pages.end * width);
+        reads.scratch(pages.len() * size_of::<(f32, u32)>());
     }
 
     fn state_bytes(&self) -> usize {
         self.full.as_ref().map_or(0, RowStore::bytes) + self.last.len() * 4
     }
+}
+
+/// Returns the pages in which candidates lie.
+fn pages(candidates: &Range<usize>) -> Range<usize> {
+    candidates.start / PAGE..candidates.end.div_ceil(PAGE)
 }
 
 /// Returns the candidates that lie within a page.

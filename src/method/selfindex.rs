@@ -307,9 +307,11 @@ impl Retriever for SelfIndex {
         chosen.map(|p| p + c.start as u32).collect::<Vec<u32>>().into()
     }
 
-    fn reads(&self, step: &Step, _: &Choice) -> Reads {
-        let d = self.place.head_dim;
-        Reads::index(step.visible.len() * sign_bytes(d) + centroid_bytes(d))
+    fn reads(&self, step: &Step, _: &Choice, reads: &mut Reads) {
+        let (d, width) = (self.place.head_dim, sign_bytes(self.place.head_dim));
+        reads.range(step.visible.start * width..step.visible.end * width);
+        reads.array(centroid_bytes(d));
+        reads.scratch(choose::scratch_bytes(step.candidates.len(), self.ranking));
     }
 
     fn state_bytes(&self) -> usize {

@@ -74,8 +74,8 @@ impl Retriever for SnapKv {
         chosen.iter().copied().filter(visible).collect::<Vec<_>>().into()
     }
 
-    fn reads(&self, _: &Step, choice: &Choice) -> Reads {
-        Reads::index(4 * choice.positions.len())
+    fn reads(&self, _: &Step, choice: &Choice, reads: &mut Reads) {
+        reads.array(4 * choice.positions.len());
     }
 
     fn state_bytes(&self) -> usize {

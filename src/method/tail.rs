@@ -21,7 +21,7 @@ mod section;
 use std::ops::Range;
 
 use super::declaration::Ask;
-use super::{Method, Place, Retriever, Step};
+use super::{Method, Place, Reads, Retriever, Step};
 use crate::artifact::Artifact;
 use crate::compute::attention::{CachedRows, Partial};
 use crate::error::{Error, Result};
@@ -130,12 +130,16 @@ impl Tail {
     }
 
     /// Estimates what a step that attends `attended` (ascending) leaves out: a partial result per query head, or `None`
-    /// for a head without a tail. Also returns the bytes read for the estimate. Returns `None` if the step attends
-    /// everything visible.
+    /// for a head without a tail. Returns `None` if the step attends everything visible. Adds what was read.
     ///
     /// # Numerics
     /// Sums and means in f64, from the rows as the cache gives them back.
-    pub fn estimate(&mut self, step: &Step, attended: &[u32]) -> Option<(Vec<Option<Partial>>, usize)> {
+    pub fn estimate(
+        &mut self,
+        step: &Step,
+        attended: &[u32],
+        reads: &mut Reads,
+    ) -> Option<Vec<Option<Partial>>> {
         let left_out = step.visible.len().saturating_sub(attended.len());
         if left_out == 0 {
             return None;
@@ -153,9 +157,10 @@ impl Tail {
                 lse: (size + product * scale + f64::from(shift)) as f32,
             })
         });
-        let sums = 2 * key.len() * size_of::<f64>();
-        let bytes = sums + dropped * self.kv.bytes_per_position(key.len());
-        Some((partials.collect(), bytes))
+        let d = key.len();
+        (0..2).for_each(|_| reads.array(d * size_of::<f64>()));
+        reads.index_rows(self.kv, d, dropped);
+        Some(partials.collect())
     }
 }
 
@@ -178,8 +183,8 @@ impl RowSums {
         }
     }
 
-    /// Moves the sums to the range `to`, whose ends may only move forward. Returns how many rows left the sums.
-    fn cover(&mut self, cache: &KvHead, to: Range<usize>) -> usize {
+    /// Moves the sums to the range `to`, whose ends may only move forward. Returns the positions that left the sums.
+    fn cover(&mut self, cache: &KvHead, to: Range<usize>) -> Range<usize> {
         if to.start >= self.positions.end {
             *self = Self::new(self.keys.len());
             self.positions = to.start..to.start;
@@ -190,7 +195,7 @@ impl RowSums {
             add_rows(sums, -1.0, rows, dropped.clone());
         }
         self.positions = to;
-        dropped.len()
+        dropped
     }
 
     /// Returns the mean key and the mean value of the `left` covered positions that are not in `attended`.

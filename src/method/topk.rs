@@ -66,12 +66,9 @@ impl Retriever for TopK {
         }
     }
 
-    fn reads(&self, step: &Step, choice: &Choice) -> Reads {
-        Reads {
-            index_bytes: 0,
-            keys: step.visible.len(),
-            unattended_keys: step.candidates.len() - choice.positions.len(),
-        }
+    fn reads(&self, step: &Step, choice: &Choice, reads: &mut Reads) {
+        reads.keys += step.visible.len();
+        reads.unattended_keys += step.candidates.len() - choice.positions.len();
     }
 }
 

@@ -30,7 +30,7 @@ use super::declaration::{Ask, Declaration};
 use super::{Choice, Method, Place, Prompt, Reads, Retriever, Step, everything};
 use crate::error::{Error, Result};
 use crate::kv::lines::grow;
-use choose::{choose, refined, static_scores};
+use choose::{choose, scratch_bytes, static_scores};
 pub use codebook::{HeadCodebook, HeadCodebooks};
 pub use path::MeanPath;
 pub use section::{CHOL, CODEBOOK, Center, MEAN, MEAN_PRE, ROTATION, SECTION, WpqSection, weak_heads};
@@ -69,6 +69,8 @@ pub struct Wpq {
     codebook: Arc<HeadCodebook>,
     /// The codes of each stage, `[n,width]`.
     codes: Vec<Vec<u8>>,
+    /// The candidates whose codes of the second stage the last step read, counted from its first candidate.
+    refined: Vec<u32>,
 }
 
 impl Wpq {
@@ -76,6 +78,7 @@ impl Wpq {
     pub fn new(codebook: Arc<HeadCodebook>) -> Self {
         Self {
             codes: vec![Vec::new(); codebook.stages()],
+            refined: Vec::new(),
             codebook,
         }
     }
@@ -105,14 +108,23 @@ impl Retriever for Wpq {
         let rows = c.start * width..c.end * width;
         let codes: Vec<&[u8]> = self.codes.iter().map(|codes| &codes[rows.clone()]).collect();
         let words = self.codebook.scores(step.q_rope, c.start);
-        let chosen = choose(words, &codes, width, &static_scores(step), step.budget).into_iter();
-        chosen.map(|p| p + c.start as u32).collect::<Vec<u32>>().into()
+        let (chosen, refined) = choose(words, &codes, width, &static_scores(step), step.budget);
+        self.refined = refined;
+        let chosen = chosen.into_iter().map(|p| p + c.start as u32);
+        chosen.collect::<Vec<u32>>().into()
     }
 
-    fn reads(&self, step: &Step, _: &Choice) -> Reads {
-        let n = step.candidates.len();
-        let keys = n + (self.codes.len() - 1) * refined(step.budget, n);
-        Reads::index(keys * self.codebook.width() + self.codebook.bytes())
+    fn reads(&self, step: &Step, _: &Choice, reads: &mut Reads) {
+        let (c, width) = (&step.candidates, self.codebook.width());
+        reads.array_held(self.codebook.bytes(), self.codebook.held_bytes());
+        reads.range(c.start * width..c.end * width);
+        reads.items(width, self.refined.iter().map(|place| c.start + *place as usize));
+        reads.scratch(scratch_bytes(
+            step.q_rope.nrows(),
+            c.len(),
+            self.refined.len(),
+            width,
+        ));
     }
 
     fn state_bytes(&self) -> usize {

@@ -10,7 +10,7 @@ use super::trace::Trace;
 use super::{Options, Session};
 use crate::error::{Error, Result};
 use crate::kv::{KvHead, StaticSet};
-use crate::method::{Choice, Method};
+use crate::method::{Choice, Method, Reads};
 use crate::model::Decoder;
 use crate::model::forward::{CpuForward, Forward};
 
@@ -94,19 +94,19 @@ impl Backend for CpuBackend<'_> {
                 let r = rows.q_rope.len_of(Axis(0)) / heads.len();
                 let set = StaticSet::at(at.position, windows[index], options.sinks, options.window);
                 let mut out = out.index_axis_mut(Axis(0), 0);
-                let stepped: Vec<(Choice, usize)> = heads
+                let stepped: Vec<(Choice, Reads)> = heads
                     .par_iter_mut()
                     .zip(out.axis_chunks_iter_mut(Axis(0), r))
                     .enumerate()
                     .map(|(c, (head, out))| {
                         let token = Token::of(rows, c, r, 0);
-                        head.step(&token, at.step, &set, options.budget, out)
+                        head.step(&token, at.step, &set, &options, out)
                     })
                     .collect();
                 let chosen = stepped.iter().map(|(choice, _)| choice);
                 shares.add_layer(chosen.clone(), &set, r);
-                for (choice, index_bytes) in &stepped {
-                    counts[index].add(choice, Some(*index_bytes), &set, r);
+                for (choice, reads) in &stepped {
+                    counts[index].add(choice, reads, &set, r);
                 }
                 match trace.as_deref_mut() {
                     Some(trace) => trace.layer(at.step, index, chosen.map(|c| &c.positions)),
@@ -129,6 +129,10 @@ impl Backend for CpuBackend<'_> {
 
     fn counts(&self) -> Result<Vec<Counts>> {
         Ok(self.counts.clone())
+    }
+
+    fn granule(&self) -> usize {
+        self.options.granule
     }
 
     fn kv_bytes(&self) -> usize {

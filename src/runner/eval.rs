@@ -293,6 +293,23 @@ impl<'a> Evaluation<'a> {
             .bytes_fraction(self.options.kv, head_dim)
     }
 
+    /// Returns the bytes that memory moved for a variant's decode steps, over those of all visible keys and values.
+    pub fn moved_fraction(&self, variant: usize) -> Option<f64> {
+        let head_dim = self.forward.decoder().config.head_dim;
+        self.reports[variant]
+            .counts
+            .moved_fraction(self.options.kv, head_dim)
+    }
+
+    /// Returns the bytes of the buffers that a variant's decode steps filled and read again, over those of all visible
+    /// keys and values.
+    pub fn scratch_fraction(&self, variant: usize) -> Option<f64> {
+        let head_dim = self.forward.decoder().config.head_dim;
+        self.reports[variant]
+            .counts
+            .scratch_fraction(self.options.kv, head_dim)
+    }
+
     /// Feeds one token to each trajectory, the full trajectory first; shadows choose along the full trajectory. Returns
     /// the logits after the token, `[vocab]` for each trajectory.
     fn step(&mut self, fed: &mut Trajectories, ids: &[u32], turn: usize) -> Result<Vec<Array1<f32>>> {
@@ -309,6 +326,7 @@ impl<'a> Evaluation<'a> {
                 step,
                 set: &set,
                 variants,
+                options,
             };
             let steps: Vec<HeadStep> = heads[layer]
                 .par_iter_mut()
@@ -357,8 +375,8 @@ fn tally(
     for (v, (shares, report)) in shares.iter_mut().zip(reports.iter_mut()).enumerate() {
         let chosen = heads.iter().map(|step| &step.chosen[v]);
         shares.add_layer(chosen.clone().map(|(choice, _)| choice), set, group);
-        for (choice, index_bytes) in chosen {
-            report.counts.add(choice, Some(*index_bytes), set, group);
+        for (choice, reads) in chosen {
+            report.counts.add(choice, reads, set, group);
         }
         for (c, step) in heads.iter().enumerate() {
             if let Some(metrics) = step.metrics.get(v) {

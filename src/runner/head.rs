@@ -7,8 +7,10 @@ use crate::compute::attention::{self, Partial};
 use crate::kv::packed::last_query;
 use crate::kv::{Budget, KvHead, StaticSet};
 use crate::method::tail::Tail;
-use crate::method::{Choice, Method, Place, Prompt, Retriever, Step};
+use crate::method::{Choice, Method, Place, Prompt, Reads, Retriever, Step};
 use crate::model::forward::{Context, Rows};
+use crate::runner::Options;
+use crate::runner::shares::add_rows;
 
 /// One KV head along one trajectory.
 pub(super) struct Head {
@@ -48,19 +50,22 @@ impl Chooser {
 }
 
 impl Head {
-    /// Feeds one token and writes the attention output, `[r,d]`; returns the choice and the bytes of the index that it
-    /// read.
+    /// Feeds one token and writes the attention output, `[r,d]`; returns the choice and what was read.
     pub fn step(
         &mut self,
         token: &Token,
         step: usize,
         set: &StaticSet,
-        budget: Budget,
+        options: &Options,
         out: ArrayViewMut2<f32>,
-    ) -> (Choice, usize) {
+    ) -> (Choice, Reads) {
         token.cache(&mut self.kv);
-        let step = token.step(step, set, budget, &self.kv);
-        decode_head(token, &step, set, &mut self.chooser, out)
+        let step = token.step(step, set, options.budget, &self.kv);
+        let mut reads = Reads::new(options.granule);
+        let choice = decode_head(token, &step, set, &mut self.chooser, out, &mut reads);
+        let (r, d) = step.q_rope.dim();
+        add_rows(&mut reads, &choice, set, r, options.kv, d);
+        (choice, reads)
     }
 }
 
@@ -173,49 +178,49 @@ impl<'a> Token<'a> {
 }
 
 /// Runs one decode step of one KV head: the method records the key, chooses, and sees what was attended; then the tail
-/// is joined. Returns the choice and the bytes of the index that were read, those of the tail included.
+/// is joined. Returns the choice, and adds what was read besides the rows attended.
 pub(super) fn decode_head(
     token: &Token,
     step: &Step,
     set: &StaticSet,
     chooser: &mut Chooser,
     mut out: ArrayViewMut2<f32>,
-) -> (Choice, usize) {
+    reads: &mut Reads,
+) -> Choice {
     let retriever = chooser.retriever.as_mut();
     retriever.append(token.k_pre.view(), token.k_rope.view());
     let choice = retriever.select(step);
-    let mut index_bytes = match retriever.ranks(step) {
-        true => retriever.reads(step, &choice).index_bytes,
-        false => 0,
-    };
+    if retriever.ranks(step) {
+        retriever.reads(step, &choice, reads);
+    }
     let lse = attend(step, set, &choice, retriever, out.view_mut());
     if let Some(tail) = &mut chooser.tail {
-        index_bytes += join_tail(tail, step, &set.merge(&choice.positions), &lse, out);
+        join_tail(tail, step, &set.merge(&choice.positions), &lse, out, reads);
     }
-    (choice, index_bytes)
+    choice
 }
 
 /// Joins the outputs `[r,d]` of a step, which attended some of the positions, with the estimate of the others; `lse` is
-/// what [`attend`] returns. Returns the bytes that were read for the estimate.
+/// what [`attend`] returns. Adds what was read for the estimate.
 fn join_tail(
     tail: &mut Tail,
     step: &Step,
     attended: &[u32],
     lse: &[Option<f32>],
     mut out: ArrayViewMut2<f32>,
-) -> usize {
+    reads: &mut Reads,
+) {
     if lse.iter().all(Option::is_none) {
-        return 0;
+        return;
     }
-    let Some((partials, bytes)) = tail.estimate(step, attended) else {
-        return 0;
+    let Some(partials) = tail.estimate(step, attended, reads) else {
+        return;
     };
     for ((partial, lse), mut row) in partials.iter().zip(lse).zip(out.rows_mut()) {
         if let (Some(partial), Some(lse)) = (partial, lse) {
             join(&mut row, *lse, partial);
         }
     }
-    bytes
 }
 
 /// Joins an attention output `row`, whose log-sum-exp is `lse`, with a partial result over other positions.

@@ -14,6 +14,7 @@ use crate::model::ModelConfig;
 pub use cpu::CpuBackend;
 pub(crate) use head::attend;
 pub use session::{Backend, Session, StepAt};
+pub(crate) use shares::add_rows;
 pub use shares::{Counts, Shares};
 pub use trace::Trace;
 
@@ -30,6 +31,8 @@ pub struct Options {
     pub kv: KvType,
     /// How the 2-bit cache holds its rows.
     pub packed: Layout,
+    /// How many bytes the machine's memory moves at once, a power of two; see [`Reads`](crate::method::Reads).
+    pub granule: usize,
 }
 
 impl Options {

@@ -45,6 +45,9 @@ pub trait Backend {
     /// Returns what all decode steps read, per layer.
     fn counts(&self) -> Result<Vec<Counts>>;
 
+    /// Returns how many bytes memory moves at once.
+    fn granule(&self) -> usize;
+
     /// Counts the bytes held for keys and values.
     fn kv_bytes(&self) -> usize;
 
@@ -154,6 +157,11 @@ impl<'a> Session<'a> {
     /// Returns what all decode steps read, per layer.
     pub fn counts(&self) -> Result<Vec<Counts>> {
         self.backend.counts()
+    }
+
+    /// Returns how many bytes memory moves at once.
+    pub fn granule(&self) -> usize {
+        self.backend.granule()
     }
 
     /// Counts the bytes held for keys and values.

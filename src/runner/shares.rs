@@ -4,7 +4,7 @@ use std::iter::Sum;
 use std::ops::AddAssign;
 
 use crate::kv::{KvType, StaticSet};
-use crate::method::Choice;
+use crate::method::{Choice, Reads};
 
 /// Shares of the visible context: those of one decode step, their sum over steps, or its mean.
 #[derive(Clone, Copy, Debug, Default)]
@@ -30,7 +30,7 @@ impl Shares {
         let mut rows = 0.0;
         for choice in choices {
             let bypassed = choice.bypassed.iter().flatten().count();
-            rows += attended(choice, set, group) as f64 + choice.ranked_rows as f64 / 2.0;
+            rows += attended(choice, set, group) as f64 + choice.ranked.len() as f64 / 2.0;
             self.bypassed += bypassed as f64 / query_heads;
             self.products += choice.products as f64 / (visible * query_heads);
         }
@@ -68,6 +68,26 @@ fn attended(choice: &Choice, set: &StaticSet, group: usize) -> usize {
     }
 }
 
+/// Adds what memory moves of the cache for a choice for `group` query heads.
+pub(crate) fn add_rows(
+    reads: &mut Reads,
+    choice: &Choice,
+    set: &StaticSet,
+    group: usize,
+    kv: KvType,
+    head_dim: usize,
+) {
+    let rows = attended(choice, set, group);
+    if reads.moves_whole_rows(kv, head_dim) {
+        return reads.unlisted_rows(kv, head_dim, rows, choice.ranked.len());
+    }
+    let attended: Vec<u32> = match rows == set.sinks.len() {
+        true => set.sinks.clone().map(|p| p as u32).collect(),
+        false => set.merge(&choice.positions),
+    };
+    reads.rows(kv, head_dim, &attended, &choice.ranked);
+}
+
 /// What the decode steps of one layer really read: sums over the choices of its KV heads.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Counts {
@@ -85,6 +105,10 @@ pub struct Counts {
     pub bypassed_heads: u64,
     /// Bytes of the index; `None` if the device does not report them.
     pub index_bytes: Option<u64>,
+    /// Bytes that memory moves, of the cache and of the index; `None` if the device does not report them.
+    pub moved_bytes: Option<u64>,
+    /// Bytes of buffers that steps fill and read again; `None` if the device does not report them.
+    pub scratch_bytes: Option<u64>,
 }
 
 impl Counts {
@@ -97,20 +121,24 @@ impl Counts {
         full: 0,
         bypassed_heads: 0,
         index_bytes: Some(0),
+        moved_bytes: Some(0),
+        scratch_bytes: Some(0),
     };
 
-    /// Adds a choice for `group` query heads that read `index_bytes` of the index.
-    pub(crate) fn add(&mut self, choice: &Choice, index_bytes: Option<usize>, set: &StaticSet, group: usize) {
+    /// Adds a choice for `group` query heads, and what was read for it.
+    pub(crate) fn add(&mut self, choice: &Choice, reads: &Reads, set: &StaticSet, group: usize) {
         let bypassed = choice.bypassed.iter().flatten().count();
         let rows = attended(choice, set, group);
         *self += Self {
             choices: 1,
             visible: set.visible().len() as u64,
             rows: rows as u64,
-            ranked_keys: choice.ranked_rows as u64,
+            ranked_keys: choice.ranked.len() as u64,
             full: u64::from(bypassed == 0 && rows == set.visible().len()),
             bypassed_heads: bypassed as u64,
-            index_bytes: index_bytes.map(|bytes| bytes as u64),
+            index_bytes: reads.index_bytes.map(|bytes| bytes as u64),
+            moved_bytes: reads.moved_bytes.map(|bytes| bytes as u64),
+            scratch_bytes: reads.scratch_bytes.map(|bytes| bytes as u64),
         };
     }
 
@@ -128,9 +156,24 @@ impl Counts {
     /// Returns [`Counts::bytes`] over the bytes of all visible keys and values in the same cache; `None` also if there
     /// was no choice.
     pub fn bytes_fraction(&self, kv: KvType, head_dim: usize) -> Option<f64> {
+        self.fraction(self.bytes(kv, head_dim), kv, head_dim)
+    }
+
+    /// Returns [`Counts::moved_bytes`] over the same bytes as [`Counts::bytes_fraction`].
+    pub fn moved_fraction(&self, kv: KvType, head_dim: usize) -> Option<f64> {
+        self.fraction(self.moved_bytes, kv, head_dim)
+    }
+
+    /// Returns [`Counts::scratch_bytes`] over the same bytes as [`Counts::bytes_fraction`].
+    pub fn scratch_fraction(&self, kv: KvType, head_dim: usize) -> Option<f64> {
+        self.fraction(self.scratch_bytes, kv, head_dim)
+    }
+
+    /// Returns bytes over those of all visible keys and values; `None` if there was no choice.
+    fn fraction(&self, bytes: Option<u64>, kv: KvType, head_dim: usize) -> Option<f64> {
         let visible = self.visible * kv.bytes_per_position(head_dim) as u64;
-        let read = self.bytes(kv, head_dim).filter(|_| visible > 0);
-        read.map(|read| read as f64 / visible as f64)
+        let bytes = bytes.filter(|_| visible > 0);
+        bytes.map(|bytes| bytes as f64 / visible as f64)
     }
 }
 
@@ -148,7 +191,10 @@ impl AddAssign for Counts {
         self.ranked_keys += other.ranked_keys;
         self.full += other.full;
         self.bypassed_heads += other.bypassed_heads;
-        self.index_bytes = self.index_bytes.zip(other.index_bytes).map(|(a, b)| a + b);
+        let both = |a: Option<u64>, b: Option<u64>| a.zip(b).map(|(a, b)| a + b);
+        self.index_bytes = both(self.index_bytes, other.index_bytes);
+        self.moved_bytes = both(self.moved_bytes, other.moved_bytes);
+        self.scratch_bytes = both(self.scratch_bytes, other.scratch_bytes);
     }
 }
 

@@ -68,6 +68,7 @@ pub fn options(budget: &str, kv: KvType) -> Options {
         budget: budget.parse::<Budget>().unwrap(),
         kv,
         packed: Center::Median.into(),
+        granule: 64,
     }
 }
 

@@ -268,11 +268,11 @@ impl<'d> Sides<'d> {
             assert_eq!(positions[at], choice.positions, "step {step}, head {at}");
             let expected = match exact {
                 true => 0,
-                false => choice.ranked_rows + choice.positions.len(),
+                false => choice.ranked.len() + choice.positions.len(),
             };
             assert_eq!(ranked[at] as usize, expected, "step {step}, head {at}");
             assert_eq!(choice.products, r * expected, "step {step}, head {at}");
-            is_sparse |= choice.ranked_rows > 0;
+            is_sparse |= choice.ranked.len() > 0;
         }
         is_sparse
     }

@@ -258,11 +258,11 @@ fn shares(choice: &Choice, set: &StaticSet, r: usize) -> [f64; TALLIES] {
         false => set.len() + choice.positions.len(),
     };
     [
-        (attended as f64 + choice.ranked_rows as f64 / 2.0) / n,
+        (attended as f64 + choice.ranked.len() as f64 / 2.0) / n,
         choice.products as f64 / (n * r as f64),
         bypassed as f64 / r as f64,
         attended as f64,
-        choice.ranked_rows as f64,
+        choice.ranked.len() as f64,
         f64::from(u8::from(bypassed == 0 && attended == set.visible().len())),
         bypassed as f64,
     ]

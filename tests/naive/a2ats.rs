@@ -46,6 +46,7 @@ pub struct NaiveA2ats {
     distances: Distances,
     /// The program's, for the codes of keys that lie between two codewords.
     head: Arc<HeadCodebook>,
+    ranking: Ranking,
 }
 
 impl NaiveA2ats {
@@ -166,6 +167,30 @@ impl Model for NaiveA2ats {
             (false, false) => Err(format!("{:?} instead of {expected:?}", step.chosen())),
         }
     }
+
+    fn read(&self, history: &History) -> Option<Vec<Array>> {
+        let (step, d, m) = (history.step(), history.place.head_dim, self.codebook.len());
+        let mut arrays = vec![Array::held(2 * m * d, 4 * m.next_multiple_of(32) * d + 8 * d * d)];
+        let mut buckets: BTreeMap<usize, Vec<usize>> = BTreeMap::new();
+        for position in step.candidates.clone() {
+            let (bucket, _) = self.distances.of(step.t - position);
+            buckets.entry(bucket).or_default().push(position);
+        }
+        let chosen = step.chosen();
+        let is_listed = |positions: &Vec<usize>| {
+            let chosen = positions.iter().filter(|p| chosen.contains(p)).count();
+            self.ranking == Ranking::Fast && positions.len() >= 4 * m && 3 * chosen <= positions.len()
+        };
+        // Where the chunks of lists are is for the program to say.
+        if buckets.values().any(is_listed) {
+            return None;
+        }
+        if self.ranking == Ranking::Fast {
+            arrays.extend(buckets.values().map(|_| Array::held(0, 4 * m)));
+        }
+        arrays.push(Array::items(2, step.candidates.clone()));
+        Some(arrays)
+    }
 }
 
 /// Checks random histories with random codebooks.
@@ -176,8 +201,9 @@ pub fn check() {
             true => Distances::Buckets(random_edges(rng)),
             false => Distances::At(pick(rng, &[0, 100, 2048])),
         };
-        let model = random_codebook(place.head_dim, distances, || noise(rng), m);
+        let mut model = random_codebook(place.head_dim, distances, || noise(rng), m);
         let ranking = pick(rng, &[Ranking::Fast, Ranking::Plain]);
+        model.ranking = ranking;
         (A2ats::new(model.head.clone(), None).ranking(ranking), model)
     };
     cases::<NaiveA2ats>(500, make, |_| ());
@@ -220,5 +246,6 @@ fn random_codebook(d: usize, distances: Distances, mut normal: impl FnMut() -> f
         chol: naive.1,
         distances,
         head: Arc::new(head.unwrap()),
+        ranking: Ranking::Fast,
     }
 }

@@ -1,5 +1,6 @@
 //! Full attention, the oracle, random and the most recent positions, Quest, SnapKV and H2O.
 
+use kvsmith::kv::KvType;
 use kvsmith::method::full::Full;
 use kvsmith::method::h2o::H2o;
 use kvsmith::method::quest::Quest;
@@ -86,6 +87,10 @@ impl Model for NaiveFull {
             false => Err(format!("{:?} is not everything", step.chosen())),
         }
     }
+
+    fn read(&self, _: &History) -> Option<Vec<Array>> {
+        Some(Vec::new())
+    }
 }
 
 /// The largest weights over everything visible, summed over the group.
@@ -119,6 +124,10 @@ impl Model for NaiveTopK {
             true => Ok(Agreement::Same),
             false => Err(format!("{} products", step.choice.products)),
         }
+    }
+
+    fn read(&self, _: &History) -> Option<Vec<Array>> {
+        Some(Vec::new())
     }
 }
 
@@ -158,6 +167,10 @@ impl Model for NaiveRandom {
         }
         Ok(Agreement::Same)
     }
+
+    fn read(&self, _: &History) -> Option<Vec<Array>> {
+        Some(Vec::new())
+    }
 }
 
 struct NaiveStreaming;
@@ -173,6 +186,10 @@ impl Model for NaiveStreaming {
         } else {
             Err(format!("{:?} instead of {recent:?}", step.chosen()))
         }
+    }
+
+    fn read(&self, _: &History) -> Option<Vec<Array>> {
+        Some(Vec::new())
     }
 }
 
@@ -225,6 +242,16 @@ impl Model for NaiveQuest {
         }
         check_best(&items, &taken, step.budget / PAGE)?;
         Ok(Agreement::Same)
+    }
+
+    fn read(&self, history: &History) -> Option<Vec<Array>> {
+        let (step, place) = (history.step(), &history.place);
+        let value = match place.kv {
+            KvType::F16 | KvType::Bf16 => 2,
+            _ => 4,
+        };
+        let pages = step.candidates.clone().map(|p| p / PAGE);
+        Some(vec![Array::items(2 * value * place.head_dim, pages)])
     }
 }
 
@@ -288,6 +315,10 @@ impl Model for NaiveSnapKv {
         check_best(&items, &chosen, step.budget)?;
         Ok(Agreement::Same)
     }
+
+    fn read(&self, history: &History) -> Option<Vec<Array>> {
+        Some(vec![Array::whole(4 * history.step().chosen().len())])
+    }
 }
 
 struct NaiveH2o;
@@ -339,5 +370,9 @@ impl Model for NaiveH2o {
         let items: Vec<Item> = step.candidates.clone().map(item).collect();
         check_best(&items, &step.chosen(), step.budget)?;
         Ok(Agreement::Same)
+    }
+
+    fn read(&self, history: &History) -> Option<Vec<Array>> {
+        Some(vec![Array::items(8, history.step().candidates.clone())])
     }
 }

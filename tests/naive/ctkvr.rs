@@ -267,7 +267,7 @@ impl NaiveCtkvr {
         let step = history.step();
         let queries: Vec<&[f64]> = step.q_rope.iter().map(Vec::as_slice).collect();
         Self::check_list(&step.chosen(), &queries, &step.keys, union, |_| true, step.budget)?;
-        let reads = (step.choice.ranked_rows, step.choice.products);
+        let reads = (step.choice.ranked.len(), step.choice.products);
         let expected = (union.len() - step.chosen().len(), queries.len() * union.len());
         if reads != expected {
             return Err(format!("rows and products {reads:?} instead of {expected:?}"));
@@ -335,5 +335,18 @@ impl Model for NaiveCtkvr {
             return Err("a list has what is always attended".to_string());
         }
         if close { Ok(()) } else { checked }
+    }
+
+    fn read(&self, history: &History) -> Option<Vec<Array>> {
+        let (step, place) = (history.step(), &history.place);
+        let (recalled, close) = self.recall(step);
+        let queries = self
+            .centroids
+            .iter()
+            .map(|_| Array::whole(2 * place.group * place.head_dim));
+        let lists = recalled
+            .iter()
+            .map(|c| Array::whole(4 * self.centroids[*c].list.len()));
+        (!close).then(|| queries.chain(lists).collect())
     }
 }

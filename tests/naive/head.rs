@@ -10,7 +10,7 @@ use rand_chacha::ChaCha8Rng;
 
 use super::inputs::{CHANNELS, GROUP, Inputs};
 use super::quantiser::NaivePacked;
-use super::{Agreement, Decode, Event, History, Matrix, Model, Turn, pick};
+use super::{Agreement, Decode, Event, History, Matrix, Model, Turn, check_reads, pick};
 
 /// Rows of `d` channels.
 fn rows(rows: Vec<Vec<f32>>, d: usize) -> Array2<f32> {
@@ -45,6 +45,8 @@ pub struct Head<M: Model> {
     pub near_ties: usize,
     /// Steps that left something out.
     sparse: usize,
+    /// Those of them whose reads were checked.
+    counted: usize,
     /// The model of the cache, where it is checked.
     packed: Option<NaivePacked>,
 }
@@ -92,6 +94,7 @@ impl<M: Model> Head<M> {
             steps: 0,
             near_ties: 0,
             sparse: 0,
+            counted: 0,
             packed: (place.kv == KvType::TwoBit).then(NaivePacked::default),
         }
     }
@@ -189,6 +192,13 @@ impl<M: Model> Head<M> {
         let checked = check_choice(&mut self.model, &self.history)?;
         self.sparse += usize::from(checked.is_some());
         self.near_ties += usize::from(checked == Some(Agreement::NearTie));
+        if checked == Some(Agreement::Same)
+            && let Some(arrays) = self.model.read(&self.history)
+        {
+            let choice = &self.history.step().choice;
+            check_reads(&arrays, |reads| self.program.reads(&step, choice, reads))?;
+            self.counted += 1;
+        }
         if self.program.observes(&step) {
             self.program.observe(&step, &attended, weights.view());
         }
@@ -262,6 +272,7 @@ fn observed_weights(step: &Step, choice: &Choice, attended: &[u32]) -> Array2<f3
 #[derive(Default)]
 struct Tally {
     sparse: usize,
+    counted: usize,
     near_ties: usize,
 }
 
@@ -285,14 +296,20 @@ pub fn cases<M: Model>(
             );
         }
         tally.sparse += head.sparse;
+        tally.counted += head.counted;
         tally.near_ties += head.near_ties;
         done(&head.model);
     }
-    let Tally { sparse, near_ties } = tally;
-    println!("{sparse} sparse steps, {near_ties} near ties");
+    let Tally {
+        sparse,
+        counted,
+        near_ties,
+    } = tally;
+    println!("{sparse} sparse steps, {near_ties} near ties, {counted} with known reads");
     assert!(
         sparse >= 2 * cases as usize,
         "{sparse} sparse steps in {cases} cases"
     );
+    assert!(counted * 2 > sparse, "the reads of {counted} of {sparse} steps");
     assert!(near_ties * 50 < sparse, "{near_ties} of {sparse} steps unchecked");
 }

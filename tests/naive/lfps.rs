@@ -217,29 +217,87 @@ impl NaiveLfps {
     /// Eq. 7-9 with every limit moved by a share: `tables` at the candidates, and `population`, of which mean, deviation
     /// and kurtosis are taken.
     fn marked(&self, tables: [&[f64]; 2], population: [&[f64]; 2], moved: f64) -> BTreeSet<usize> {
-        let [[mean_v, sd_v, kurt_v], [mean_s, sd_s, kurt_s]] = population.map(moments);
-        let alpha = self.params.lfps_alpha.unwrap_or(0.2);
-        let (share_v, share_s) = match self.params.lfps_threshold {
-            Threshold::MeanStd => (1.0, 1.0),
-            _ => (2.0 * kurt_s / (kurt_v + kurt_s), 2.0 * kurt_v / (kurt_v + kurt_s)),
-        };
+        let means = population.map(|table| moments(table)[0]);
+        let limits = self.limits(population);
         let over = |i: usize, limits: [f64; 2]| {
             tables
                 .iter()
                 .zip(limits)
                 .any(|(t, limit)| t[i] > limit * (1.0 + moved))
         };
-        let limits = [mean_v + alpha * sd_v * share_v, mean_s + alpha * sd_s * share_s];
         let mut marked = BTreeSet::new();
         for i in (0..tables[0].len()).filter(|i| over(*i, limits)) {
             for offset in [-1, 0, 1, 2] {
                 match i.checked_add_signed(offset) {
-                    Some(j) if j < tables[0].len() && over(j, [mean_v, mean_s]) => marked.insert(j),
+                    Some(j) if j < tables[0].len() && over(j, means) => marked.insert(j),
                     _ => false,
                 };
             }
         }
         marked
+    }
+
+    /// Mean plus deviations of both tables, Eq. 8.
+    fn limits(&self, population: [&[f64]; 2]) -> [f64; 2] {
+        let [[mean_v, sd_v, kurt_v], [mean_s, sd_s, kurt_s]] = population.map(moments);
+        let alpha = self.params.lfps_alpha.unwrap_or(0.2);
+        let (share_v, share_s) = match self.params.lfps_threshold {
+            Threshold::MeanStd => (1.0, 1.0),
+            _ => (2.0 * kurt_s / (kurt_v + kurt_s), 2.0 * kurt_v / (kurt_v + kurt_s)),
+        };
+        [mean_v + alpha * sd_v * share_v, mean_s + alpha * sd_s * share_s]
+    }
+
+    /// What query head `a` read of its two tables; `None` where rounding may decide.
+    fn touched(&self, history: &History, a: usize) -> Option<Vec<Array>> {
+        let step = history.step();
+        let tables = self.tables(history, a, history.events.len() - 1);
+        let tables = [&tables.vertical, &tables.slash];
+        let place = |table: usize, p: usize| if table == 0 { p } else { step.t - p };
+        let entry = |table: usize, p: usize| tables[table].get(place(table, p)).copied().unwrap_or(0.0);
+        let candidates: Vec<usize> = step.candidates.clone().collect();
+        let population = match self.params.lfps_population {
+            Some(Population::Candidates) => candidates.clone(),
+            _ => history.non_sinks(step.t),
+        };
+        let [vertical, slash] =
+            [0, 1].map(|table| population.iter().map(|p| entry(table, *p)).collect::<Vec<_>>());
+        let means = [&vertical, &slash].map(|of| moments(of)[0]);
+        let limits = self.limits([&vertical, &slash]);
+        let unsure = std::cell::Cell::new(false);
+        let is_over = |x: f64, limit: f64| {
+            unsure.set(unsure.get() || (x - limit).abs() <= 4.0 * SHARE * limit);
+            x > limit
+        };
+        let over = |p: usize, limits: [f64; 2]| [0, 1].map(|table| is_over(entry(table, p), limits[table]));
+        let marked: BTreeSet<usize> = (candidates.iter().copied())
+            .filter(|p| over(*p, limits).contains(&true))
+            .collect();
+        let around = |p: &usize| [p.wrapping_sub(1), p + 1, p + 2];
+        let neighbours: BTreeSet<usize> = (marked.iter().flat_map(around))
+            .filter(|p| step.candidates.contains(p) && !marked.contains(p))
+            .collect();
+        let are_few = neighbours.len() < candidates.len() / 16;
+        let mut arrays = Vec::new();
+        for table in [0, 1] {
+            let places = candidates.iter().map(|p| place(table, *p));
+            let (first, end) = (places.clone().min()? / 64 * 64, places.max()? + 1);
+            let entries = tables[table];
+            // The maximum of every 16 entries, from a multiple of 64 on.
+            let blocks = (first / 16..end.min(entries.len()).div_ceil(16)).filter(|b| 16 * b < entries.len());
+            arrays.push(Array::items(4, blocks.clone()));
+            let limit = if are_few { limits[table] } else { means[table] };
+            let block = |b: usize| 16 * b..(16 * b + 16).min(entries.len());
+            let is_read = |b: &usize| is_over(entries[block(*b)].iter().copied().fold(0.0, f64::max), limit);
+            let mut read: BTreeSet<usize> =
+                blocks.filter(is_read).flat_map(|b| 16 * b..16 * b + 16).collect();
+            if are_few {
+                let single = neighbours.iter().filter(|p| table == 0 || !over(**p, means)[0]);
+                read.extend(single.map(|p| place(table, *p)).filter(|i| *i < entries.len()));
+            }
+            arrays.push(Array::items(4, read));
+        }
+        (!unsure.get()).then_some(arrays)
     }
 
     /// E of query head `a`.
@@ -343,7 +401,7 @@ impl NaiveLfps {
         // The test of an attending head takes products too, of rows that it attends anyway.
         let tests: usize = estimates.iter().flatten().map(|e| e.sinks + e.local).sum();
         let products = tests + marks.iter().map(|m| m.plain.len()).sum::<usize>();
-        let actual = (step.choice.ranked_rows, step.choice.products);
+        let actual = (step.choice.ranked.len(), step.choice.products);
         if actual != (rows, products) {
             return Err(format!(
                 "rows and products {actual:?} instead of {:?}",
@@ -420,5 +478,18 @@ impl Model for NaiveLfps {
         }
         self.before = after;
         self.check_tables(history, program)
+    }
+
+    fn read(&self, history: &History) -> Option<Vec<Array>> {
+        let (step, d) = (history.step(), history.place.head_dim);
+        let mut arrays = Vec::new();
+        if self.params.lfps_theta < 1.0 {
+            // The means of keys and values, in f64.
+            arrays.extend([Array::whole(8 * d), Array::whole(8 * d)]);
+        }
+        for a in (0..history.place.group).filter(|a| !step.is_bypassed(*a)) {
+            arrays.extend(self.touched(history, a)?);
+        }
+        Some(arrays)
     }
 }

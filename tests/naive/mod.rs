@@ -16,7 +16,7 @@ pub mod wpq;
 use std::collections::{BTreeMap, BTreeSet};
 use std::ops::Range;
 
-use kvsmith::method::{Choice, Place, Retriever};
+use kvsmith::method::{Choice, Place, Reads, Retriever};
 use rand::Rng;
 use rand_chacha::ChaCha8Rng;
 
@@ -262,6 +262,65 @@ pub enum Agreement {
 
 pub type Verdict = Result<Agreement, String>;
 
+/// An array of which a step read something.
+pub struct Array {
+    /// The bytes that count as read.
+    counted: usize,
+    /// The bytes that were read, from the start of the array.
+    bytes: BTreeSet<usize>,
+}
+
+impl Array {
+    /// Items of some bytes each.
+    pub fn items(width: usize, places: impl IntoIterator<Item = usize>) -> Self {
+        let item = |place: usize| place * width..(place + 1) * width;
+        let bytes: BTreeSet<usize> = places.into_iter().flat_map(item).collect();
+        Self {
+            counted: bytes.len(),
+            bytes,
+        }
+    }
+
+    /// A whole array.
+    pub fn whole(len: usize) -> Self {
+        Self::items(len, [0])
+    }
+
+    /// A whole array that counts as `counted` bytes.
+    pub fn held(counted: usize, len: usize) -> Self {
+        Self {
+            counted,
+            ..Self::whole(len)
+        }
+    }
+
+    /// How many bytes a memory moves that moves `granule` at once.
+    fn moved(&self, granule: usize) -> usize {
+        let granules: BTreeSet<usize> = self.bytes.iter().map(|byte| byte / granule).collect();
+        granules.len() * granule
+    }
+}
+
+/// Fails unless a program counts the bytes of these arrays, for several granules.
+pub fn check_reads(arrays: &[Array], read: impl Fn(&mut Reads)) -> Result<(), String> {
+    for granule in [1, 16, 32, 64, 256] {
+        let mut reads = Reads::new(granule);
+        read(&mut reads);
+        check_counted(arrays, &reads, granule)?;
+    }
+    Ok(())
+}
+
+/// Fails unless the reads are those of the arrays.
+pub fn check_counted(arrays: &[Array], reads: &Reads, granule: usize) -> Result<(), String> {
+    let counted: usize = arrays.iter().map(|array| array.counted).sum();
+    let moved: usize = arrays.iter().map(|array| array.moved(granule)).sum();
+    match (reads.index_bytes, reads.moved_bytes) == (Some(counted), Some(moved)) {
+        true => Ok(()),
+        false => Err(format!("{reads:?} instead of {counted} bytes and {moved} moved")),
+    }
+}
+
 /// A model beside the program that it checks.
 pub trait Model {
     type Program: Retriever;
@@ -277,6 +336,9 @@ pub trait Model {
 
     /// The choice of the history's last step.
     fn chose(&mut self, history: &History) -> Verdict;
+
+    /// The arrays that the history's last step read to choose; `None` where rounding may decide what it read.
+    fn read(&self, history: &History) -> Option<Vec<Array>>;
 
     /// After the step, once its weights were observed.
     fn observed(&mut self, history: &History, program: &Self::Program) -> Result<(), String> {

@@ -249,4 +249,10 @@ impl Model for NaiveSelfIndex {
             (Err(e), false) => Err(e),
         }
     }
+
+    fn read(&self, history: &History) -> Option<Vec<Array>> {
+        let d = history.place.head_dim;
+        let signs = Array::items(d.div_ceil(8), history.step().visible.clone());
+        Some(vec![signs, Array::whole(4 * 16 * d)])
+    }
 }

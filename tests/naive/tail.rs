@@ -5,15 +5,15 @@ use std::ops::Range;
 use kvsmith::compute::attention::{self, Partial};
 use kvsmith::kv::packed::Center;
 use kvsmith::kv::{KvHead, KvType};
-use kvsmith::method::Step;
 use kvsmith::method::tail::Tail;
+use kvsmith::method::{Reads, Step};
 use ndarray::Array2;
 use rand::seq::SliceRandom;
 use rand::{Rng, SeedableRng};
 use rand_chacha::ChaCha8Rng;
 
 use super::head::{cached, wide};
-use super::{Matrix, UNIT, dot, log_sum_exp, near, pick, score, visible};
+use super::{Array, Matrix, UNIT, check_counted, dot, log_sum_exp, near, pick, score, visible};
 use crate::common::random::matrix;
 
 /// One KV head with a tail, driven through prompts and steps.
@@ -91,7 +91,12 @@ impl Case {
         }
     }
 
-    fn estimate(&mut self, at: &Decoded, attended: &[u32]) -> Option<(Vec<Option<Partial>>, usize)> {
+    fn estimate(
+        &mut self,
+        at: &Decoded,
+        attended: &[u32],
+        reads: &mut Reads,
+    ) -> Option<Vec<Option<Partial>>> {
         let step = Step {
             step: 0,
             visible: at.seen.clone(),
@@ -101,7 +106,7 @@ impl Case {
             q_rope: at.q.view(),
             kv: &self.kv,
         };
-        self.tail.estimate(&step, attended)
+        self.tail.estimate(&step, attended, reads)
     }
 
     /// Checks one step that attends some of what it sees.
@@ -113,17 +118,30 @@ impl Case {
         attended.sort_unstable();
         let is_read = |p: &usize| attended.binary_search(&(*p as u32)).is_ok();
         let left: Vec<usize> = at.seen.clone().filter(|p| !is_read(p)).collect();
-        let Some((partials, bytes)) = self.estimate(&at, &attended) else {
+        let mut reads = Reads::new(64);
+        let Some(partials) = self.estimate(&at, &attended, &mut reads) else {
             return match left.is_empty() {
                 true => Ok(()),
                 false => Err("no tail".to_owned()),
             };
         };
         // Two sums in f64, and the rows that the sliding window has left behind.
-        let dropped = at.seen.start - std::mem::replace(&mut self.start, at.seen.start);
-        let expected = 16 * self.d + dropped * self.kind.bytes_per_position(self.d);
-        if left.is_empty() || bytes != expected {
-            return Err(format!("{bytes} bytes for {} positions", left.len()));
+        let dropped = std::mem::replace(&mut self.start, at.seen.start)..at.seen.start;
+        let d = self.d;
+        let widths = match self.kind {
+            KvType::F32 => [4 * d, 4 * d, 0],
+            KvType::F16 | KvType::Bf16 => [2 * d, 2 * d, 0],
+            KvType::TwoBit => {
+                let row = d.div_ceil(4) + 4 * d.div_ceil(32);
+                [row, row, d.div_ceil(8)]
+            }
+        };
+        let sums = [(); 2].map(|()| Array::whole(8 * d));
+        let rows = widths.map(|width| Array::items(width, dropped.clone()));
+        let arrays: Vec<Array> = sums.into_iter().chain(rows).collect();
+        check_counted(&arrays, &reads, 64)?;
+        if left.is_empty() {
+            return Err("a tail of nothing".to_owned());
         }
         let queries = wide(at.q.view());
         for (a, (partial, shift)) in partials.iter().zip(self.shifts.clone()).enumerate() {
@@ -214,7 +232,7 @@ pub fn check_exact_tails() {
         };
         let (full, _) = decode(&at.seen.clone().map(|p| p as u32).collect::<Vec<_>>());
         let (own, lse) = decode(&attended);
-        let (partials, _) = case.estimate(&at, &attended).unwrap();
+        let partials = case.estimate(&at, &attended, &mut Reads::new(1)).unwrap();
         let mut lost = 0.0f32;
         for (a, partial) in partials.iter().enumerate() {
             let mut joined = own.row(a).to_vec();

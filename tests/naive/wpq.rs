@@ -27,6 +27,8 @@ pub struct NaiveWpq {
     query_map: Matrix,
     /// The program's, for the codes of keys that lie between two words.
     head: Arc<HeadCodebook>,
+    /// The positions that the last step scored with both stages; `None` where rounding may decide.
+    refined: Option<BTreeSet<usize>>,
 }
 
 /// The scores of the words of one stage for a query, as far as they are known.
@@ -256,6 +258,7 @@ impl Model for NaiveWpq {
         let mut ranked = items(&seen, &estimates(&|_| 1), &first);
         ranked.retain(|item| step.candidates.contains(&item.position));
         if self.stages.len() == 1 {
+            self.refined = Some(BTreeSet::new());
             check_best(&ranked, &step.chosen(), step.budget)?;
             return Ok(Agreement::Same);
         }
@@ -272,11 +275,25 @@ impl Model for NaiveWpq {
         };
         let mut ranked = items(&seen, &estimates(&stages), &both);
         ranked.retain(|item| refined.contains(&item.position));
+        self.refined = (!unsure).then_some(refined);
         match (check_best(&ranked, &step.chosen(), step.budget), unsure) {
             (Ok(()), _) => Ok(Agreement::Same),
             (Err(_), true) => Ok(Agreement::NearTie),
             (Err(e), false) => Err(e),
         }
+    }
+
+    fn read(&self, history: &History) -> Option<Vec<Array>> {
+        let (d, stage) = (history.place.head_dim, &self.stages[0]);
+        let (m, words, dim) = (stage.len(), stage[0].len(), stage[0][0].len());
+        // Words and the query's map count in half precision, and are held in single precision as the means are.
+        let rounded = self.stages.len() * m * words * dim + d * m * dim;
+        let means = if self.mean_pre.is_some() { 2 * d } else { d };
+        let tables = Array::held(2 * rounded + 4 * means, 4 * (rounded + means));
+        let width = m * words.ilog2() as usize / 8;
+        let all = Array::items(width, history.step().candidates.clone());
+        let refined = self.refined.as_ref()?;
+        Some(vec![tables, all, Array::items(width, refined.iter().copied())])
     }
 }
 
@@ -345,6 +362,7 @@ fn random_quantiser(
         mean: mean.iter().map(|v| f64::from(*v)).collect(),
         chol: wide(chol.view()),
         rotation: wide(rotation.view()),
+        refined: None,
         query_map: query_map(&wide(chol.view()), wide(rotation.view())),
         head: Arc::new(head),
     }

@@ -5,6 +5,7 @@ use std::time::Instant;
 use rand::{Rng, SeedableRng};
 use rand_chacha::ChaCha8Rng;
 use rayon::prelude::*;
+use serde_json::{Value, json};
 
 use super::cpu_head::BenchHead;
 use super::layer_step::{LayerSetting, ROTATED_BYTES};
@@ -13,9 +14,9 @@ use super::report::median;
 use crate::compute::attention::{AHEAD, prefetch};
 use crate::error::Result;
 use crate::kv::lines::AlignedVec;
-use crate::method::Step;
 use crate::method::bench::TimedLayer;
-use crate::runner::{Counts, attend};
+use crate::method::{CPU_GRANULE, Choice, Reads};
+use crate::runner::{Counts, add_rows, attend};
 
 /// A scattered read takes one in this many rows.
 const APART: usize = 16;
@@ -121,33 +122,33 @@ impl<'a> CpuSteps<'a> {
         let (copy, steps) = (self.steps % self.copies.len(), self.steps / self.copies.len());
         self.steps += 1;
         let start = Instant::now();
-        let read = self.copies[copy].par_iter_mut().map(|head| {
-            let query = &head.queries[steps % head.queries.len()];
-            let step = Step {
-                step: steps,
-                visible: set.visible(),
-                candidates: set.candidates.clone(),
-                budget: setting.budget(),
-                q_pre: query.view(),
-                q_rope: query.view(),
-                kv: &head.kv,
-            };
+        let heads = self.copies[copy].par_iter_mut();
+        let chosen = heads.map(|head| {
+            let step = setting.step(&set, steps, &head.queries, &head.kv);
             let chosen = head.retriever.select(&step);
             if setting.attends {
                 attend(&step, &set, &chosen, head.retriever.as_mut(), head.out.view_mut());
             }
             std::hint::black_box((&chosen, &head.out));
-            let reads = head.retriever.reads(&step, &chosen);
-            let mut counts = Counts::NONE;
-            counts.add(&chosen, Some(reads.index_bytes), &set, setting.group);
-            (setting.read_bytes(&reads, &chosen), counts, chosen.products)
+            chosen
         });
-        let none = || (0, Counts::NONE, 0);
-        (self.bytes, self.counts, self.scored) = read.reduce(none, |mut a, b| {
-            a.1 += b.1;
-            (a.0 + b.0, a.1, a.2 + b.2)
-        });
-        Ok(start.elapsed().as_secs_f64())
+        let chosen: Vec<Choice> = chosen.collect();
+        let seconds = start.elapsed().as_secs_f64();
+        (self.bytes, self.counts, self.scored) = (0, Counts::NONE, 0);
+        for (head, chosen) in self.copies[copy].iter().zip(&chosen) {
+            let step = setting.step(&set, steps, &head.queries, &head.kv);
+            let mut reads = Reads::new(CPU_GRANULE);
+            head.retriever.reads(&step, chosen, &mut reads);
+            self.bytes += setting.read_bytes(&reads, chosen);
+            self.scored += chosen.products;
+            let (kv, d) = (setting.caches.kv, setting.layer.head_dim);
+            match setting.attends {
+                true => add_rows(&mut reads, chosen, &set, setting.group, kv, d),
+                false => reads.rows(kv, d, &[], &chosen.ranked),
+            }
+            self.counts.add(chosen, &reads, &set, setting.group);
+        }
+        Ok(seconds)
     }
 
     /// Returns the bytes of the index of one copy of the layer.
@@ -156,13 +157,18 @@ impl<'a> CpuSteps<'a> {
         heads.map(|head| head.retriever.state_bytes()).sum()
     }
 
-    /// Returns the bytes that the last step read over those of all keys and values. Unless the chosen positions were
+    /// Returns the shares of what the last step read in the bytes of all keys and values. Unless the chosen positions were
     /// attended, only the rows that were read to choose count.
-    pub fn bytes_fraction(&self) -> Option<f64> {
+    pub fn shares(&self) -> Value {
         let LayerSetting { caches, layer, .. } = self.setting;
         let rows = if self.setting.attends { self.counts.rows } else { 0 };
         let counts = Counts { rows, ..self.counts };
-        counts.bytes_fraction(caches.kv, layer.head_dim)
+        json!({
+            "bytes_read_fraction": counts.bytes_fraction(caches.kv, layer.head_dim),
+            "granule": CPU_GRANULE,
+            "bytes_moved_fraction": counts.moved_fraction(caches.kv, layer.head_dim),
+            "scratch_bytes_fraction": counts.scratch_fraction(caches.kv, layer.head_dim),
+        })
     }
 
     /// Returns the share of all scores that the last step's retrieval computed exactly.

@@ -4,6 +4,7 @@
 use std::collections::BTreeMap;
 
 use clap::builder::{EnumValueParser, PossibleValuesParser};
+use ndarray::Array2;
 use serde_json::json;
 
 use super::kmeans::parse_size;
@@ -17,12 +18,12 @@ use crate::error::{Error, Result};
 use crate::flags::{DeviceFlag, Trimmed, at_least_one, plain};
 use crate::float::Float;
 use crate::interrupt;
-use crate::kv::{Budget, KvType, StaticSet};
+use crate::kv::{Budget, KvHead, KvType, StaticSet};
 use crate::method::bench::{Bench, CodeForm, TimedLayer};
 use crate::method::params::MethodParams;
 use crate::method::registry::MethodName;
 use crate::method::wpq::Center;
-use crate::method::{Choice, Ranking, Reads, lfps};
+use crate::method::{Choice, Ranking, Reads, Step, lfps};
 
 /// Least bytes of all copies of a layer's data, which steps read in turn; the processor's caches hold less.
 pub const ROTATED_BYTES: usize = 256 << 20;
@@ -193,6 +194,26 @@ impl<'a> LayerSetting<'a> {
         StaticSet::at(self.layer.context - 1, None, SINKS, WINDOW)
     }
 
+    /// Describes step number `step` of a head; the queries serve in turn.
+    pub fn step<'s>(
+        &self,
+        set: &StaticSet,
+        step: usize,
+        queries: &'s [Array2<f32>],
+        kv: &'s KvHead,
+    ) -> Step<'s> {
+        let query = &queries[step % queries.len()];
+        Step {
+            step,
+            visible: set.visible(),
+            candidates: set.candidates.clone(),
+            budget: self.budget(),
+            q_pre: query.view(),
+            q_rope: query.view(),
+            kv,
+        }
+    }
+
     /// Counts the positions that a step may choose.
     pub fn budget(&self) -> usize {
         self.caches.budget.positions(self.layer.context)
@@ -262,7 +283,7 @@ impl<'a> LayerSetting<'a> {
             ),
             false => (reads.keys, 0),
         };
-        reads.index_bytes + self.key_bytes() * ranked + self.position_bytes() * attended
+        reads.index_bytes.unwrap_or(0) + self.key_bytes() * ranked + self.position_bytes() * attended
     }
 
     /// Counts the bytes that a step on a GPU has to move: the index, and each row that is attended once.
@@ -365,10 +386,11 @@ pub fn run(args: &LayerArgs, attends: bool, global: &Global) -> Result<()> {
                 let mut steps = cpu_step::CpuSteps::new(&setting)?;
                 let times = measure(args.runs, || steps.run())?;
                 let share = steps.scored_share();
-                let more = json!({
-                    "scored_share": share, "scattered_loop_gbytes_per_s": rate,
-                    "bytes_read_fraction": steps.bytes_fraction(),
-                });
+                let mut more = steps.shares();
+                merge(
+                    &mut more,
+                    &json!({ "scored_share": share, "scattered_loop_gbytes_per_s": rate }),
+                );
                 ("cpu", times, steps.bytes, more)
             }
         };

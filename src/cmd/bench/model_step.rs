@@ -19,6 +19,7 @@ use crate::error::{Error, Kind, Result};
 use crate::flags::{DeviceFlag, Trimmed, at_least_one};
 use crate::interrupt;
 use crate::kv::packed::Center;
+use crate::method::CPU_GRANULE;
 use crate::method::bench::{Bench, TimedOnCuda};
 use crate::method::registry::MethodName;
 use crate::model::ModelConfig;
@@ -202,6 +203,7 @@ impl ModelSetting<'_> {
             budget: caches.budget,
             kv: caches.kv,
             packed: Center::Median.into(),
+            granule: CPU_GRANULE,
         };
         let weights = Body::random_bytes(&self.config);
         room::check(
@@ -227,7 +229,9 @@ impl ModelSetting<'_> {
         let rate = self.batch as f64 / times.median;
         let mut more = json!({
             "adapter": driver.adapter(), "tokens_per_s": rate, "kv_read_fraction": read,
-            "bytes_read_fraction": share, "bytes": moved,
+            "bytes_read_fraction": share, "granule": backend.granule(),
+            "bytes_moved_fraction": counts.moved_fraction(caches.kv, self.config.head_dim),
+            "scratch_bytes_fraction": counts.scratch_fraction(caches.kv, self.config.head_dim), "bytes": moved,
         });
         let (rates, said) = against_read_loop(moved, times.median, bandwidth);
         merge(&mut more, &rates);

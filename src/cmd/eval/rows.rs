@@ -77,6 +77,8 @@ impl Measurements<'_> {
         let more = json!({
             "needle_accuracy": report.answers.accuracy(),
             "bytes_read_fraction": self.evaluation.bytes_fraction(variant),
+            "bytes_moved_fraction": self.evaluation.moved_fraction(variant),
+            "scratch_bytes_fraction": self.evaluation.scratch_fraction(variant),
             "kv_read_fraction": shares.read,
             "exact_dot_fraction": shares.products,
             "bypass_fraction": shares.bypassed,

@@ -94,6 +94,7 @@ impl Ran<'_, '_, '_> {
     /// Returns the members of the document of `--json`.
     fn json(&self) -> Value {
         let total = self.total();
+        let Conversation { kv, turns, .. } = self.conversation;
         let windows = &self.conversation.turns.config().windows;
         let layer = |(i, layer): (usize, &Counts)| {
             json!({
@@ -113,6 +114,9 @@ impl Ran<'_, '_, '_> {
             "index_bytes_read": total.index_bytes,
             "bytes_read": self.bytes(),
             "bytes_read_fraction": self.bytes_fraction(),
+            "granule": self.conversation.session.granule(),
+            "bytes_moved_fraction": total.moved_fraction(*kv, turns.config().head_dim),
+            "scratch_bytes_fraction": total.scratch_fraction(*kv, turns.config().head_dim),
             "bypasses": (0..self.layers.len()).map(|layer| self.bypasses(layer)).sum::<u64>(),
             "bypassed_heads": total.bypassed_heads,
             "fallbacks": self.conversation.fallbacks,

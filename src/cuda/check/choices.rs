@@ -395,7 +395,7 @@ fn add_figures(sums: &mut [f64; TALLIES], setting: &Setting, t: usize, choice: &
         false => set.len() + choice.positions.len(),
     };
     let is_full = bypassed == 0 && attended == set.visible().len();
-    let (rows, ranked) = (attended as f64, choice.ranked_rows as f64);
+    let (rows, ranked) = (attended as f64, choice.ranked.len() as f64);
     let figures = [
         (rows + ranked / 2.0) / n / heads,
         choice.products as f64 / (n * r as f64) / heads,

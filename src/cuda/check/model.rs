@@ -20,10 +20,10 @@ use crate::flags::Precision;
 use crate::float::Float;
 use crate::kv::packed::Center;
 use crate::kv::{Budget, KvType};
-use crate::method::Method;
 use crate::method::declaration::Ask;
 use crate::method::params::MethodParams;
 use crate::method::registry::METHODS;
+use crate::method::{CPU_GRANULE, Method};
 use crate::model::forward::{CpuLayers, Layers};
 use crate::model::{Decoder, States};
 use crate::runner::{Options, Session};
@@ -247,6 +247,7 @@ fn session(driver: &dyn Driver, decoder: &Decoder, method: &str) -> Result<Compa
         budget: Budget::Fraction(1.0),
         kv: KvType::F32,
         packed: Center::Median.into(),
+        granule: CPU_GRANULE,
     };
     let room = PROMPT + STEPS;
     let body = Body::load(driver, decoder, Precision::F32)?;

@@ -274,6 +274,11 @@ impl HeadCodebook {
         }
     }
 
+    /// Returns the bytes in which memory holds what a step reads: the codewords and L^-1, which is in f64.
+    pub fn held_bytes(&self) -> usize {
+        self.codewords.bytes() + self.chol_inverse.len() * size_of::<f64>()
+    }
+
     /// Returns the number of codewords.
     pub fn size(&self) -> usize {
         self.codebook.centroids().nrows()

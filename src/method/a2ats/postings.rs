@@ -5,6 +5,7 @@ use std::ops::Range;
 use super::quotas::Quotas;
 use crate::kv::lines::grow;
 use crate::method::best::Places;
+use crate::method::reads::Reads;
 
 /// Positions per chunk: together with the index of the next chunk they fill half a cache line.
 const CHUNK: usize = 7;
@@ -109,12 +110,14 @@ impl LinkedLists {
         }
     }
 
-    /// Calls `each` with the first `count` positions of a list, which must have at least `count`.
-    fn first(&self, code: usize, count: usize, mut each: impl FnMut(u32)) {
+    /// Calls `each` with the first `count` positions of a list, which must have at least `count`, and `read` with each
+    /// chunk that holds them.
+    fn first(&self, code: usize, count: usize, mut each: impl FnMut(u32), mut read: impl FnMut(u32)) {
         let head = &self.heads[code];
         let (mut chunk, mut skip, mut left) = (head.first, head.skip as usize, count);
         while left > 0 {
             let of = &self.chunks[chunk as usize];
+            read(chunk);
             let here = &of.positions[skip..];
             here.iter().take(left).for_each(|p| each(*p));
             left = left.saturating_sub(here.len());
@@ -129,14 +132,6 @@ fn is_listed(n: usize, size: usize, chosen: usize) -> bool {
     n >= LEAST_PER_CODEWORD * size && chosen * SCANNED_SHARE <= n
 }
 
-/// Returns the bytes of codes or lists that such a choice reads.
-pub fn read_bytes(n: usize, size: usize, chosen: usize) -> usize {
-    match is_listed(n, size, chosen) {
-        true => chosen.div_ceil(CHUNK) * size_of::<ListChunk>(),
-        false => 2 * n,
-    }
-}
-
 /// The candidates, grouped by codeword.
 #[derive(Clone)]
 pub(super) struct Postings {
@@ -146,6 +141,8 @@ pub(super) struct Postings {
     counts: Vec<u32>,
     /// The lists; made when a choice first reads them.
     lists: Option<LinkedLists>,
+    /// The chunks of the lists that the last choice read; `None` if it scanned the codes.
+    read: Option<Vec<u32>>,
 }
 
 impl Postings {
@@ -155,6 +152,7 @@ impl Postings {
             range: 0..0,
             counts: vec![0; size],
             lists: None,
+            read: None,
         }
     }
 
@@ -171,8 +169,26 @@ impl Postings {
         self.lists.as_ref().map_or(0, of)
     }
 
+    /// Returns whether the last choice scanned the codes of the candidates instead of reading lists.
+    pub fn has_scanned(&self) -> bool {
+        self.read.is_none()
+    }
+
+    /// Adds what the last choice read besides codes: the counts and, unless it scanned the codes, chunks of lists.
+    pub fn add_reads(&self, reads: &mut Reads) {
+        // The paper's index has no counts, which follow from its codes.
+        reads.array_held(0, size_of_val(&self.counts[..]));
+        if let Some(chunks) = &self.read {
+            let mut chunks: Vec<usize> = chunks.iter().map(|chunk| *chunk as usize).collect();
+            chunks.sort_unstable();
+            reads.items(size_of::<ListChunk>(), chunks);
+            reads.scratch(8 * self.range.len().div_ceil(64));
+        }
+    }
+
     /// Updates counts and lists to cover `candidates`; `codes` holds the codes of all positions.
     pub fn cover(&mut self, candidates: &Range<usize>, codes: &[u16]) {
+        self.read = None;
         let old = self.range.clone();
         if candidates.start < old.start || candidates.end < old.end || candidates.start > old.end {
             self.counts.fill(0);
@@ -204,10 +220,12 @@ impl Postings {
         let lists = self
             .lists
             .get_or_insert_with(|| LinkedLists::new(&codes[self.range.clone()], first, counts));
-        let mut places = Places::new(n);
+        let (mut places, mut read) = (Places::new(n), Vec::new());
         for (code, take) in quotas.takes() {
-            lists.first(code, take, |p| places.insert(p as usize - first));
+            let insert = |p| places.insert(p as usize - first);
+            lists.first(code, take, insert, |chunk| read.push(chunk));
         }
+        self.read = Some(read);
         places.ascending(first as u32)
     }
 
@@ -215,7 +233,7 @@ impl Postings {
     pub fn first_of(&self, code: usize, codes: &[u16]) -> Option<u32> {
         if let (Some(lists), 1..) = (&self.lists, self.counts[code]) {
             let mut found = None;
-            lists.first(code, 1, |p| found = Some(p));
+            lists.first(code, 1, |p| found = Some(p), |_| {});
             return found;
         }
         let mut codes = codes[self.range.clone()].iter();
@@ -226,6 +244,8 @@ impl Postings {
 
 #[cfg(test)]
 mod tests {
+    use std::collections::BTreeSet;
+
     use super::*;
     use crate::testing::numbers;
 
@@ -263,8 +283,31 @@ mod tests {
                 .collect();
             let mut expected: Vec<u32> = (0..9).flat_map(|c| listed(c).take(take[c] as usize)).collect();
             expected.sort_unstable();
-            assert_eq!(postings.positions(Quotas::from(take), codes), expected, "{step}");
+            assert_eq!(
+                postings.positions(Quotas::from(take.clone()), codes),
+                expected,
+                "{step}"
+            );
             assert!(postings.lists.is_some());
+            // Each list is read from its first position on, chunk by chunk.
+            let lists = postings.lists.as_ref().unwrap();
+            let expected = take.iter().enumerate().flat_map(|(code, take)| {
+                let List { first, skip, .. } = lists.heads[code];
+                let chunks = if *take > 0 {
+                    (skip + take).div_ceil(CHUNK as u32)
+                } else {
+                    0
+                };
+                let next = |chunk: &u32| Some(lists.chunks[*chunk as usize].next);
+                std::iter::successors(Some(first), next).take(chunks as usize)
+            });
+            let expected: BTreeSet<usize> = expected.map(|chunk| chunk as usize).collect();
+            let mut reads = Reads::new(64);
+            postings.add_reads(&mut reads);
+            let lines: BTreeSet<usize> = expected.iter().map(|chunk| chunk / 2).collect();
+            let counts = 64 * (4usize * 9).div_ceil(64);
+            assert_eq!(reads.index_bytes, Some(32 * expected.len()), "{step}");
+            assert_eq!(reads.moved_bytes, Some(64 * lines.len() + counts), "{step}");
             // The range moves as in decoding, with and without a sliding window, and now and then back.
             match step % 500 {
                 499 => (start, end) = (0, 300 + step as usize / 4),

@@ -1,10 +1,38 @@
 //! The entries of a table at the candidates of a step.
 
+use std::cell::RefCell;
 use std::ops::Range;
 
 use super::threshold::TableStats;
 use crate::compute::attention::prefetch;
 use crate::compute::masks::{BLOCK, WORD, at_least_in_blocks};
+use crate::method::reads::Reads;
+
+/// What a step read of a table.
+#[derive(Clone, Debug, Default)]
+pub(super) struct Touched {
+    /// The blocks of which the maximum was read.
+    maxima: Range<usize>,
+    /// The blocks of which all entries were read, ascending.
+    blocks: Vec<u32>,
+    /// Entries that were read one by one; not in order.
+    singles: Vec<usize>,
+}
+
+impl Touched {
+    /// Adds this to the reads of a step: maxima, and the entries that were read.
+    pub fn add_to(&self, reads: &mut Reads) {
+        reads.range(4 * self.maxima.start..4 * self.maxima.end);
+        let block = |block: &u32| *block as usize * BLOCK..(*block as usize + 1) * BLOCK;
+        let is_in_block = |i: usize| self.blocks.binary_search(&((i / BLOCK) as u32)).is_ok();
+        let singles = self.singles.iter().filter(|i| !is_in_block(**i));
+        let mut entries: Vec<Range<usize>> = self.blocks.iter().map(block).collect();
+        entries.extend(singles.map(|i| *i..*i + 1));
+        entries.sort_unstable_by_key(|entries| entries.start);
+        entries.dedup();
+        reads.spans(entries.into_iter().map(|of| 4 * of.start..4 * of.end));
+    }
+}
 
 /// The entries of a table at the candidates; entries beyond the end of the table are zero.
 pub(super) struct Entries<'a> {
@@ -21,6 +49,8 @@ pub(super) struct Entries<'a> {
     pub powers: [f64; 4],
     /// Whether the entries are in reverse order of the candidates.
     pub is_reversed: bool,
+    /// What has been read so far.
+    pub touched: RefCell<Touched>,
 }
 
 impl Entries<'_> {
@@ -31,7 +61,16 @@ impl Entries<'_> {
         let from = first.min(len)..self.range.end.min(len);
         let maxima = from.start.div_ceil(BLOCK)..from.end.div_ceil(BLOCK);
         let mut bits = Vec::with_capacity(self.range.len() / WORD + 2);
-        at_least_in_blocks(&self.values[from], &self.maxima[maxima], limit, &mut bits);
+        let mut blocks =
+            at_least_in_blocks(&self.values[from], &self.maxima[maxima.clone()], limit, &mut bits);
+        let mut touched = self.touched.borrow_mut();
+        // The blocks of a lower threshold include those of a higher one.
+        if blocks.len() > touched.blocks.len() {
+            blocks.iter_mut().for_each(|block| *block += maxima.start as u32);
+            touched.blocks = blocks;
+        }
+        touched.maxima = maxima;
+        drop(touched);
         shift_down(&mut bits, self.range.start - first, self.range.len());
         if self.is_reversed {
             reverse(&mut bits, self.range.len());
@@ -53,9 +92,13 @@ impl Entries<'_> {
         prefetch(self.values.get(place..=place).unwrap_or_default());
     }
 
-    /// Returns the entry of candidate `i`.
+    /// Reads the entry of candidate `i`.
     pub fn get(&self, i: usize) -> f64 {
-        self.at(self.place(i))
+        let place = self.place(i);
+        if place < self.values.len() {
+            self.touched.borrow_mut().singles.push(place);
+        }
+        self.at(place)
     }
 
     /// Returns the entry at an index of the table.

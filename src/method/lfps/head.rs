@@ -3,6 +3,7 @@
 use std::sync::Arc;
 
 use super::constants::{GAMMA, LEAST_BYPASS};
+use super::entries::Touched;
 use super::params::LfpsParams;
 use super::priors::HeadPrior;
 use super::table::Table;
@@ -39,6 +40,8 @@ pub struct QueryHead {
     pub(super) prior: Option<Arc<HeadPrior>>,
     /// Whether the last step was bypassed.
     pub(super) bypassed: bool,
+    /// What the last step read of the vertical table and of the slash table, unless it was bypassed.
+    pub(super) touched: [Touched; 2],
 }
 
 impl QueryHead {
@@ -60,6 +63,7 @@ impl QueryHead {
             },
             prior,
             bypassed: false,
+            touched: Default::default(),
         }
     }
 

@@ -1,5 +1,6 @@
 //! Tables of decayed sums.
 
+use std::cell::RefCell;
 use std::ops::Range;
 
 use super::entries::Entries;
@@ -99,6 +100,7 @@ impl Table {
             range,
             population,
             is_reversed,
+            touched: RefCell::default(),
         }
     }
 

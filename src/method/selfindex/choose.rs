@@ -186,6 +186,14 @@ impl PatternScores {
     }
 }
 
+/// Returns the bytes of the scores of `n` candidates that a choice keeps: a scan keeps none but those of the best.
+pub(super) fn scratch_bytes(n: usize, how: Ranking) -> usize {
+    match how == Ranking::Plain || n < LEAST {
+        true => n * size_of::<(f32, u32)>(),
+        false => 0,
+    }
+}
+
 /// Returns the number of sums above `close`, and the positions of the sums within `close`.
 fn part(kept: &[(u32, u32)], close: &RangeInclusive<u32>) -> (usize, Vec<u32>) {
     let mut within = vec![0; kept.len()];

@@ -40,7 +40,7 @@ pub(super) fn refined(budget: usize, n: usize) -> usize {
 
 /// Chooses the `budget` candidates with the largest estimated probability, summed over the query heads. The lower place
 /// wins a tie. With two stages, the best [`refined`] candidates by the first stage are scored again by both, and the
-/// choice is made among them.
+/// choice is made among them. Returns the choice and the refined candidates, none with a single stage.
 ///
 /// # Shapes
 /// codes `[n,width]` per stage; fixed `[r,positions]`, the exact scores of the static set.
@@ -53,23 +53,29 @@ pub(super) fn choose(
     width: usize,
     fixed: &Array2<f32>,
     budget: usize,
-) -> Vec<u32> {
+) -> (Vec<u32>, Vec<u32>) {
     let n = codes[0].len() / width;
     let mut scratch = SCRATCH.take();
     let mut all: Vec<Softmax> = fixed.outer_iter().map(Softmax::new).collect();
     scratch.first_stage(&mut words, n, codes[0], width, &mut all);
-    let places = match codes {
+    let chosen = match codes {
         [_, second] => {
             let mask = largest_mask(&scratch.mass, refined(budget, n));
             let places = masks::places(&mask, 0);
             scratch.second_stage(&mut words, second, width, (&mask, &places), &mut all);
             let best = largest(&scratch.mass, budget).into_iter();
-            best.map(|i| places[i as usize]).collect()
+            (best.map(|i| places[i as usize]).collect(), places)
         }
-        _ => largest(&scratch.mass, budget),
+        _ => (largest(&scratch.mass, budget), Vec::new()),
     };
     SCRATCH.set(scratch);
-    places
+    chosen
+}
+
+/// Returns the bytes of a step's buffers: for each of `n` candidates a power per query head and a probability; for each
+/// refined one its place and its code besides, its powers by both stages, and one head's by the first.
+pub(super) fn scratch_bytes(query_heads: usize, n: usize, refined: usize, width: usize) -> usize {
+    4 * n * (query_heads + 1) + refined * (4 * (query_heads + 3) + width)
 }
 
 /// Buffers that a step needs briefly. They are kept, because allocating this much memory anew costs more than the
@@ -338,7 +344,7 @@ mod tests {
             let head = codebook(stages, words, has_path);
             let codes = head.encode(keys.view(), FIRST);
             let slices: Vec<&[u8]> = codes.iter().map(Vec::as_slice).collect();
-            let chosen = choose(
+            let (chosen, both) = choose(
                 head.scores(queries.view(), FIRST),
                 &slices,
                 head.width(),
@@ -354,9 +360,13 @@ mod tests {
             assert!(rises, "{stages} {words} {has_path}");
             let all: Vec<u32> = (0..n as u32).collect();
             let expected = match stages {
-                1 => best(&first, &fixed, &all, budget),
+                1 => {
+                    assert!(both.is_empty());
+                    best(&first, &fixed, &all, budget)
+                }
                 _ => {
                     let refined = best(&first, &fixed, &all, REFINED * budget);
+                    assert_eq!(both, refined, "{stages} {words} {has_path}");
                     // The keys that are not refined keep their scores by the first stage.
                     let mut mixed = first.clone();
                     for (mixed, last) in mixed.iter_mut().zip(&last) {

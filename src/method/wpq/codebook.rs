@@ -228,6 +228,15 @@ impl HeadCodebook {
         2 * (words + self.query_map.len()) + 4 * (self.mean.len() + path)
     }
 
+    /// Returns the bytes in which memory holds what [`HeadCodebook::bytes`] counts: everything is in f32. The waves of a
+    /// mean's path are not included; all heads of a model share them.
+    pub fn held_bytes(&self) -> usize {
+        let groups = self.stages.iter().flat_map(|stage| &stage.groups);
+        let words: usize = groups.map(|group| group.centroids().len()).sum();
+        let path = self.path.as_ref().map_or(0, |path| path.mean().len());
+        4 * (words + self.query_map.len() + self.mean.len() + path)
+    }
+
     /// Encodes rotated keys, `[n,d]`, of the positions from `first` on. Returns one array `[n,width]` per stage. A code
     /// holds the numbers of the nearest words in the order of the groups; of two 4-bit numbers in a byte, the first is in
     /// the low bits. The lowest number wins a tie.

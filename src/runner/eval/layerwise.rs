@@ -314,6 +314,7 @@ impl LayerInput<'_> {
                 step,
                 set: &set,
                 variants: self.variants,
+                options: &self.of.options,
             };
             steps.push(head.step(&input, 0, out));
         }

@@ -11,7 +11,7 @@ use crate::compute::attention;
 use crate::error::Result;
 use crate::kv::StaticSet;
 use crate::kv::{KvHead, KvType};
-use crate::method::Choice;
+use crate::method::{Choice, Reads};
 use crate::model::ModelConfig;
 use crate::model::forward::{Context, Forward, Rows};
 
@@ -45,8 +45,8 @@ pub(super) struct HeadTrajectories {
 pub(super) struct HeadStep {
     /// Per variant: its metrics, if choices are judged.
     pub metrics: Vec<Metrics>,
-    /// Per variant: its choice along its own trajectory, and the bytes of the index that it read.
-    pub chosen: Vec<(Choice, usize)>,
+    /// Per variant: its choice along its own trajectory, and what it read.
+    pub chosen: Vec<(Choice, Reads)>,
 }
 
 /// What the KV heads of a layer have in common in one decode step.
@@ -59,6 +59,8 @@ pub(super) struct StepInput<'a> {
     pub step: usize,
     pub set: &'a StaticSet,
     pub variants: &'a [Variant<'a>],
+    /// The options of every variant, without its budget.
+    pub options: &'a Options,
 }
 
 impl Trajectories {
@@ -230,7 +232,8 @@ impl HeadTrajectories {
             for (shadow, variant) in self.shadows.iter_mut().zip(input.variants) {
                 let step = token.step(input.step, input.set, variant.budget, kv);
                 let mut output = Array2::zeros(full.dim());
-                let (choice, _) = decode_head(&token, &step, input.set, shadow, output.view_mut());
+                let reads = &mut Reads::new(input.options.granule);
+                let choice = decode_head(&token, &step, input.set, shadow, output.view_mut(), reads);
                 metrics.push(judge.measure(&choice, step.budget, output.view_mut()));
             }
         }
@@ -238,7 +241,11 @@ impl HeadTrajectories {
         for (v, (head, variant)) in self.own.iter_mut().zip(input.variants).enumerate() {
             let token = Token::of(input.rows, c, input.group, v + 1);
             let output = out.index_axis_mut(Axis(0), v + 1);
-            chosen.push(head.step(&token, input.step, input.set, variant.budget, output));
+            let options = Options {
+                budget: variant.budget,
+                ..*input.options
+            };
+            chosen.push(head.step(&token, input.step, input.set, &options, output));
         }
         HeadStep { metrics, chosen }
     }

@@ -12,6 +12,7 @@ use crate::compute::cuda::buffer::Buffer;
 use crate::error::Result;
 use crate::kv::cuda::{Limits, Positions, Rotated, Selection};
 use crate::kv::{Budget, StaticSet};
+use crate::method::Reads;
 use crate::method::a2ats::A2atsMethod;
 use crate::method::bench::Contents;
 use crate::method::cuda::{
@@ -93,9 +94,10 @@ impl CudaIndex for CodeIndex<'_> {
     }
 
     /// Counts the codebook and the codes of the candidates.
-    fn step_bytes(&self, set: &StaticSet) -> Option<usize> {
+    fn reads(&self, set: &StaticSet, reads: &mut Reads) {
         let A2ats { shape, size, .. } = &self.state;
-        Some(2 * (size * shape.head_dim + set.candidates.len()))
+        reads.array(2 * size * shape.head_dim);
+        reads.range(2 * set.candidates.start..2 * set.candidates.end);
     }
 }
 

@@ -11,6 +11,7 @@ use crate::kv::cuda::signs::{FULL, Signs};
 use crate::kv::cuda::{Limits, Positions, Rotated, Selection};
 use crate::kv::packed::{Center, Layout, sign_bytes};
 use crate::kv::{KvType, StaticSet};
+use crate::method::Reads;
 use crate::method::bench::Contents;
 use crate::method::cuda::{
     CudaIndex, CudaMethod, CudaNeeds, CudaStep, Indexes, OnDevice, WholePrompt, each_layer,
@@ -114,9 +115,11 @@ impl CudaIndex for SignIndex<'_> {
         self.signs.as_ref().map_or(0, Signs::bytes)
     }
 
-    fn step_bytes(&self, set: &StaticSet) -> Option<usize> {
+    fn reads(&self, set: &StaticSet, reads: &mut Reads) {
         let d = self.index.best.shape.head_dim;
-        Some(set.visible().len() * sign_bytes(d) + centroid_bytes(d))
+        let (seen, width) = (set.visible(), sign_bytes(d));
+        reads.range(seen.start * width..seen.end * width);
+        reads.array(centroid_bytes(d));
     }
 }
 

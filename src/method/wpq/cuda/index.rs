@@ -4,6 +4,7 @@ use super::{Quantisers, Wpq, WpqWorkspace};
 use crate::error::{Error, Result};
 use crate::kv::StaticSet;
 use crate::kv::cuda::{Limits, Positions, Rotated, Selection};
+use crate::method::Reads;
 use crate::method::bench::Contents;
 use crate::method::cuda::{
     ByWindow, Chunk, CudaIndex, CudaMethod, CudaNeeds, CudaStep, Indexes, OnDevice, each_layer,
@@ -65,11 +66,14 @@ impl CudaIndex for Wpq<'_> {
         Wpq::bytes(self)
     }
 
-    fn step_bytes(&self, set: &StaticSet) -> Option<usize> {
-        let (n, sizes) = (set.candidates.len(), self.quantisers.sizes);
+    fn reads(&self, set: &StaticSet, reads: &mut Reads) {
+        let (c, sizes) = (&set.candidates, self.quantisers.sizes);
         let budget = self.limits.budget.positions(set.visible().len());
-        let codes = n + (sizes.stages - 1) * refined(budget, n);
-        Some(codes * sizes.width() + sizes.bytes)
+        reads.range(c.start * sizes.width()..c.end * sizes.width());
+        match sizes.stages {
+            1 => reads.array(sizes.bytes),
+            _ => reads.unlisted(sizes.bytes + sizes.width() * refined(budget, c.len())),
+        }
     }
 }
 
