@@ -724,7 +724,7 @@ fn other_flags_beside_a_method_give_what_they_give_alone() {
     };
     let rows = |json: &Value| json["rows"].as_array().unwrap().clone();
     let also = [
-        "lfps --lfps-theta 1",
+        "lfps --lfps-theta 0.85",
         "ctkvr --ct-probes 1",
         "lfps --lfps-theta 0.2",
     ];

@@ -205,7 +205,7 @@ fn every_command_prints_what_the_page_says() {
             json(&format!("{eval} --tokens {tokens} --reads 0.01,0.9")),
             Outcome::of(
                 command(&format!("{eval} --tokens {tokens} --json"))
-                    .args(["--also", "lfps --lfps-theta 1"])
+                    .args(["--also", "lfps --lfps-theta 0.85"])
                     .output()
                     .unwrap(),
             )

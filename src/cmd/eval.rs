@@ -57,9 +57,9 @@ pub struct Args {
     /// it needs the section `tail` of --artifact
     #[arg(help_heading = "Measurement", long, value_name = "A,B", value_delimiter = ',', required = true, value_parser = NamedParser)]
     methods: Vec<Named>,
-    /// Measure a further row, on the same steps: a method with these flags, such as --also "lfps --lfps-theta 1". Flags
-    /// of the method that are not in the quotes have their defaults, even if they are given outside. NAME need not be in
-    /// --methods. May be given several times
+    /// Measure a further row, on the same steps: a method with these flags, such as --also "lfps --lfps-theta 0.85".
+    /// Flags of the method that are not in the quotes have their defaults, even if they are given outside. NAME need not
+    /// be in --methods. May be given several times
     #[arg(help_heading = "Measurement", long, value_name = "NAME --FLAG X", value_parser = Also::parse)]
     also: Vec<Also>,
     /// Budgets to measure each method with; NAME=X applies to the method NAME only. A budget is a fraction of the

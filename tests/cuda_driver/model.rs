@@ -56,6 +56,8 @@ pub fn run(driver: &Path) {
     let dir = scratch(driver);
     let at = dir.path().display();
     for method in METHODS.iter().map(|m| m.as_str()) {
+        // With the paper's theta, some heads are bypassed.
+        let flags = if method == "lfps" { "--lfps-theta 0.85" } else { "" };
         let run = |device: &str| {
             let trace = format!("{at}/{method}-{device}");
             let result = json(
@@ -63,7 +65,7 @@ pub fn run(driver: &Path) {
                 &format!(
                     "run -q --json --model calib-data/model --artifact {at}/a.safetensors --prompt-file {at}/short \
                      --method {method} --budget 0.1 --window 16 --max-new 6 --kv f32 --precision f32 --ignore-eos \
-                     --device {device} --trace {trace}"
+                     --device {device} --trace {trace} {flags}"
                 ),
             );
             (result, std::fs::read_to_string(trace).unwrap())

@@ -38,7 +38,10 @@ const STEPS: usize = 4;
 fn with_turn(name: &str, float: Float, sizes: [usize; 4], n: usize, turn: usize, budget: Budget) -> Case {
     let special = Special {
         turn,
-        params: cpu::LfpsParams::default(),
+        params: cpu::LfpsParams {
+            lfps_theta: 0.85,
+            ..cpu::LfpsParams::default()
+        },
         sinks_lead: 0.0,
         looking: 0,
         hidden_sink: false,

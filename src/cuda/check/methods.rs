@@ -102,6 +102,8 @@ fn prepared(name: &str, d: usize) -> Result<Box<dyn Method>> {
     let mut params = MethodParams::default();
     // So few that what the steps teach decides.
     params.lfps.lfps_rows = 2;
+    // The paper's value, with which some heads are bypassed.
+    params.lfps.lfps_theta = 0.85;
     let ask = Ask {
         artifact: None,
         rope: &rope(d),

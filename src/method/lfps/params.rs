@@ -18,8 +18,8 @@ pub struct LfpsParams {
     #[arg(long, value_name = "A", value_parser = crate::flags::not_negative)]
     pub lfps_alpha: Option<f64>,
     /// Skip the cache for a query head when the sinks receive more than this estimated share of its attention (above
-    /// 0, at most 1; 1 = never skip)
-    #[arg(long, value_name = "F", default_value_t = 0.85, value_parser = crate::flags::share)]
+    /// 0, at most 1; 1 = never skip; the paper's value is 0.85)
+    #[arg(long, value_name = "F", default_value_t = 1.0, value_parser = crate::flags::share)]
     pub lfps_theta: f64,
     /// Rule that sets the thresholds of the tables
     #[arg(long, value_enum, default_value_t = Threshold::Kurtosis)]
@@ -42,7 +42,7 @@ impl Default for LfpsParams {
             lfps_rows: 32,
             lfps_prior: 8.0,
             lfps_alpha: None,
-            lfps_theta: 0.85,
+            lfps_theta: 1.0,
             lfps_threshold: Threshold::Kurtosis,
             lfps_population: None,
         }
