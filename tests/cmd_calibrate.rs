@@ -70,6 +70,64 @@ fn it_equals_the_chain_by_hand() {
     }
 }
 
+#[test]
+fn codewords_follow_the_text_and_the_context() {
+    let scratch = Scratch::new();
+    let model = checkpoint("llama_default");
+    let tokens = scratch.tokens("tokens.json", &documents(&[500, 460], 1));
+    let input = format!("--model {model} --tokens {tokens} --holdout 0");
+    let size_of = |path: &str| {
+        let artifact = Artifact::open(Path::new(path), SECTIONS).unwrap();
+        artifact.manifest.sections["a2ats"].params["codebook_size"].clone()
+    };
+    // 960 tokens are 15 for each of 64 codewords.
+    let direct = scratch.path("direct");
+    let made = kvsmith(&format!("calibrate {input} -o {direct} --json")).ok();
+    assert!(made.stderr.contains("codebooks: 64 codewords"), "{}", made.stderr);
+    assert!(made.stderr.contains("(--size 64)"), "{}", made.stderr);
+    assert_eq!(
+        (&made.json()["codewords"], &size_of(&direct)),
+        (&json!(64), &json!(64))
+    );
+    for threads in [1, 3] {
+        let same = scratch.make("same", &format!("calibrate {input} --threads {threads}"));
+        assert!(read(&same) == read(&direct), "{threads} threads");
+    }
+    let dump = scratch.make("dump", &format!("dump --dtype f32 --queries --values {input}"));
+    let sections = ["codebook --size 64", "signs", "priors", "wpq", "tail"];
+    let section = |command: &&str| {
+        let (name, _) = command.split_once(' ').unwrap_or((command, ""));
+        scratch.make(name, &format!("{command} --dump {dump}"))
+    };
+    let sections: Vec<String> = sections.iter().map(section).collect();
+    let packed = scratch.make("packed", &format!("pack {} --model {model}", sections.join(" ")));
+    assert!(read(&packed) == read(&direct), "by hand");
+    let given = scratch.make("given", &format!("calibrate {input} --size 9 --context 1M"));
+    assert_eq!(size_of(&given), 9);
+
+    let planned = |options: &str| {
+        let flags = "--uuid-tokens 0 --holdout 0 --seq-len 1000 --no-probe --json";
+        let plan = kvsmith(&format!("plan --model {model} {flags} {options}")).json();
+        (
+            plan["codewords"].as_u64().unwrap(),
+            plan["blocks"].as_u64().unwrap(),
+        )
+    };
+    for (options, expected) in [
+        ("--max-tokens 70000 --context 8K", (256, 70)),
+        ("--max-tokens 70000 --context 32K", (1024, 70)),
+        ("--max-tokens 70000 --context 1M", (4096, 70)),
+        ("--max-tokens 60000 --context 1M", (2048, 60)),
+        ("--max-tokens 60000 --context 1M --size 9", (9, 60)),
+    ] {
+        assert_eq!(planned(options), expected, "{options}");
+    }
+    let config: Value = serde_json::from_slice(&read(&format!("{model}/config.json"))).unwrap();
+    let own = format!("--context {}", config["max_position_embeddings"]);
+    assert_eq!(planned(""), planned(&own));
+    kvsmith(&format!("plan --model {model} --context 0")).fails(2, "--context", "");
+}
+
 /// Codes of every size make runs; `none` leaves the section out.
 #[test]
 fn product_quantisers_of_every_size() {
@@ -416,7 +474,7 @@ impl Run {
         let scratch = Scratch::new();
         let model = checkpoint("qwen2_sliding");
         let file = scratch.tokens("tokens.json", &documents(&vec![500; tokens / 500], 3));
-        let input = format!("--model {model} --tokens {file} --size 400 --seq-len 500 --wpq-iterations 3");
+        let input = format!("--model {model} --tokens {file} --seq-len 500 --wpq-iterations 3");
         Self { scratch, input }
     }
 

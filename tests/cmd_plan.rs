@@ -311,7 +311,8 @@ fn shards_take_what_arithmetic_by_hand_says() {
 
         // Codewords in f16, mean, Cholesky factor, counts; signs: centroids, counts, scales, means; 64-bit quantisers
         // of 64 directions: words in f16, both means, factor, all directions.
-        let a2ats = 4096 * 128 * 2 + 512 + 128 * 512 + 4096 * 4;
+        assert_eq!(plan["codewords"], 1024);
+        let a2ats = 1024 * 128 * 2 + 512 + 128 * 512 + 1024 * 4;
         let signs = 32 * 16 * 4 * 2 + 32 * 16 * 8 + 512 + 512;
         let wpq = 2 * 8 * 16 * 8 * 2 + 2 * 512 + 128 * 512 + 128 * 512;
         let per_query_head = (600 + 68 + 23) * 4 + 4 + 1;

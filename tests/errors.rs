@@ -447,7 +447,6 @@ fn fit_options_that_cannot_work() {
     let out = scratch.path("out");
     const CASES: &str = "
         --size 39               | 1 | 38 calibration tokens are too few for a codebook of 39 codewords | use --size 2 or less
-                                | 1 | too few for a codebook of 4096 codewords | use --size 2 or less
         --size 0                | 2 | --size 0       |
         --size 65536            | 2 | --size 65536   |
         --size 2 --holdout 1    | 2 | --holdout 1    |
@@ -461,6 +460,12 @@ fn fit_options_that_cannot_work() {
         outcome.fails(code.parse().unwrap(), culprit, hint);
     }
     assert_eq!(scratch.list(""), ["tokens.json"]);
+    let dump = scratch.make("dump", &format!("dump --model {model} --tokens {tokens}"));
+    kvsmith(&format!("codebook --dump {dump} -o {out}")).fails(
+        1,
+        "too few for a codebook of 4096 codewords",
+        "use --size 2 or less",
+    );
 }
 
 #[test]

@@ -21,6 +21,7 @@ const SIZES: Sizes = Sizes {
 fn fit(kind: &dyn SectionKind) -> Box<dyn Fit> {
     let command = kind.flags(clap::Command::new("test"));
     let input = FitInput {
+        codewords: 4096,
         seed: 1,
         position: Position::Windowed(7),
         block_start: &[0, 4000, 9000],

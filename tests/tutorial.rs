@@ -31,7 +31,6 @@ fn script() -> String {
     // The same commands on less of everything.
     for (much, little) in [
         ("--uuid-tokens 8K", "--uuid-tokens 1K"),
-        ("--size 1K", "--size 256"),
         ("--max-tokens 8K", "--max-tokens 4K"),
         ("--context 32K", "--context 4K"),
     ] {

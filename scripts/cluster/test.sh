@@ -37,7 +37,7 @@ done
 
 # What a job of another Slurm, or the caller, has set.
 for name in $(env | sed -n 's/^\(\(SLURM\|SBATCH\|SQUEUE\|SINFO\)[A-Z]*_[A-Z0-9_]*\)=.*/\1/p') \
-    OUTPUT SEED SECTIONS SIGNS PRIORS WPQ TAIL VERDICT; do
+    OUTPUT SEED SECTIONS CODEBOOK SIGNS PRIORS WPQ TAIL VERDICT; do
     unset "$name"
 done
 export SLURM_CONF="$scratch/slurm.conf"
@@ -128,8 +128,7 @@ await 30 "Slurm does not start: $(tail -n 1 "$scratch/slurmctld.log")" idle
 say "$(slurmctld -V): two nodes are up"
 
 input="--text calib-data/text.txt --max-tokens 32K --uuid-tokens 6K --seq-len 2048 --wrope-position 1024"
-size="--size 256"
-export KVSMITH="$kvsmith" MODEL=calib-data/model INPUT="$input" WORK="$work" SHARDS=8 LAYER_TASKS=4 CODEBOOK="$size"
+export KVSMITH="$kvsmith" MODEL=calib-data/model INPUT="$input" WORK="$work" SHARDS=8 LAYER_TASKS=4
 export TOKENS_SBATCH=--cpus-per-task=1 LAYERS_SBATCH=--cpus-per-task=1 JOIN_SBATCH=--cpus-per-task=2
 script=scripts/cluster/slurm.sbatch
 
@@ -214,7 +213,7 @@ done
 say "every job is done"
 
 # shellcheck disable=SC2086
-"$kvsmith" calibrate --no-verdict --model $MODEL $input $size -o "$scratch/one.safetensors" 2>"$scratch/one.log"
+"$kvsmith" calibrate --no-verdict --model $MODEL $input -o "$scratch/one.safetensors" 2>"$scratch/one.log"
 say "the same calibration in one process is done"
 cmp "$scratch/one.safetensors" "$work/packed.safetensors" || fail "the artifacts differ"
 [ -s "$work/artifact.safetensors" ] || fail "there is no artifact with a verdict"

@@ -130,6 +130,8 @@ pub struct FitInput<'a> {
     pub windows: &'a [Option<usize>],
     /// Number of channels per head, d.
     pub head_dim: usize,
+    /// Number of codewords of a codebook whose size no flag sets.
+    pub codewords: usize,
     /// Receives warnings.
     pub log: Log,
 }
@@ -156,6 +158,12 @@ pub trait Fit {
     /// them.
     fn reads_pre_sums(&self) -> bool {
         false
+    }
+
+    /// Returns the command that makes the section from a dump, with the flags that it needs to give the section that
+    /// `calibrate` gives by default.
+    fn command(&self) -> String {
+        self.kind().facts().command.to_owned()
     }
 
     /// Returns the bytes of memory that the fit of a layer takes, besides the layer's states and the results.

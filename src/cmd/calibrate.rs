@@ -7,6 +7,7 @@ pub mod stages;
 
 use std::path::{Path, PathBuf};
 
+use indicatif::HumanCount;
 use serde_json::{Value, json};
 
 use self::layers::CalibrationRun;
@@ -22,8 +23,9 @@ use crate::compute::device::Device;
 use crate::corpus::{Corpus, Origin};
 use crate::disk::Output;
 use crate::error::{Error, Kind, Result};
-use crate::flags::parse_count;
+use crate::flags::{parse_count, parse_positive_count};
 use crate::heap;
+use crate::method::a2ats::{self, LONGEST_CONTEXT};
 use crate::method::sections::SECTIONS;
 use crate::model::ModelConfig;
 use crate::progress::{COLUMNS, Log, wrapped};
@@ -64,6 +66,10 @@ pub struct Settings {
     /// For a2ats: rotation of keys and queries
     #[arg(help_heading = "Section a2ats", long, value_enum, default_value_t = RopeKind::Windowed)]
     pub rope: RopeKind,
+    /// For a2ats: length of the contexts for which the number of codewords is chosen, in tokens; blocks of text do not
+    /// become longer by it (default: the model's context, at most 32768)
+    #[arg(help_heading = "Section a2ats", long, value_name = "N", value_parser = parse_positive_count)]
+    pub context: Option<usize>,
     /// Do not measure the methods on the held-out text; the artifact then contains no recommendation
     #[arg(help_heading = "Verdict", long)]
     pub no_verdict: bool,
@@ -111,8 +117,32 @@ impl Settings {
             kept,
             windows: &config.windows,
             head_dim: config.sizes().head_dim,
+            codewords: self.codewords(config, kept),
             log,
         })
+    }
+
+    /// Returns the length of the contexts for which the number of codewords is chosen.
+    fn context(&self, config: &ModelConfig) -> usize {
+        let own = config.max_position_embeddings.min(LONGEST_CONTEXT);
+        self.context.unwrap_or(own)
+    }
+
+    /// Returns the number of codewords per KV head for a text of which the fits use the rows in `kept`.
+    pub fn codewords(&self, config: &ModelConfig, kept: &[bool]) -> usize {
+        let kept = kept.iter().filter(|kept| **kept).count();
+        let chosen = || a2ats::codewords(self.context(config), kept);
+        self.sections.codewords.unwrap_or_else(chosen)
+    }
+
+    /// Describes what this number of codewords takes of the bytes of a cache.
+    pub fn size_text(&self, config: &ModelConfig, codewords: usize) -> String {
+        let context = self.context(config);
+        format!(
+            "{codewords} codewords per KV head, {:.1} % of the bytes of {} positions",
+            100.0 * a2ats::share_of_bytes(codewords, context),
+            HumanCount(context as u64)
+        )
     }
 
     /// Counts what the verdict will decode.
@@ -187,6 +217,11 @@ fn calibrate(args: &Args, global: &Global) -> Result<Made> {
     let position = settings.rope.position(settings.wrope_position);
     let fits = settings.fits(&decoder.config, &corpus, &kept, global.seed, log)?;
     warn_of_unused(settings, &fits, global);
+    let codewords = settings.codewords(&decoder.config, &kept);
+    log.note(&format!(
+        "codebooks: {} (--size {codewords})",
+        settings.size_text(&decoder.config, codewords)
+    ));
     let origin = Origin {
         model: model_manifest(&decoder, log)?,
         calibration: corpus.manifest(),
@@ -245,7 +280,7 @@ fn calibrate(args: &Args, global: &Global) -> Result<Made> {
     }
     let document = json!({
         "artifact": args.output().display().to_string(), "tokens": corpus.n_tokens(), "layers": sizes.n_layers,
-        "seconds": seconds, "verdict_seconds": verdict_seconds, "device": device.name(),
+        "codewords": codewords, "seconds": seconds, "verdict_seconds": verdict_seconds, "device": device.name(),
         "stages": stages.json(),
     });
     Ok(Made {

@@ -63,6 +63,7 @@ fn plan(settings: &Settings, probe: bool, shards: Option<&ShardFlags>, global: &
     let section = |fit: &dyn Fit| Section::new(fit, config.sizes(), device.as_ref());
     let sections = fits.iter().map(|fit| section(fit.as_ref()));
     let sections: Vec<Section> = sections.collect::<Result<_>>()?;
+    let codewords = settings.codewords(&config, &kept);
     let weights = Weights::of(&config, &settings.model);
     let judged = settings.judged_rows(&fits, &corpus);
     let memory = MemoryPlan::new(&config, &corpus, device.as_ref(), &fits, &sections, judged);
@@ -73,7 +74,11 @@ fn plan(settings: &Settings, probe: bool, shards: Option<&ShardFlags>, global: &
         );
     }
     let times = match probe {
-        true => Some(probe::times(settings, &config, &corpus, &fits, global)?),
+        true => {
+            let mut settings = settings.clone();
+            settings.sections.codewords = Some(codewords);
+            Some(probe::times(&settings, &config, &corpus, &fits, global)?)
+        }
         false => None,
     };
     let stages = times.as_ref().map(|times| &times.stages);
@@ -93,12 +98,7 @@ fn plan(settings: &Settings, probe: bool, shards: Option<&ShardFlags>, global: &
     };
     let shards = shards.map(|flags| ShardPlan::of(flags, &job));
     let shards = shards.transpose()?.flatten();
-    let serving = Serving::of(
-        &config,
-        weights.bytes,
-        probe.then(|| settings.sections.codewords()),
-        global,
-    )?;
+    let serving = Serving::of(&config, weights.bytes, probe.then_some(codewords), global)?;
     let held_out = corpus.n_held_out();
     if global.json {
         let mut document = json!({
@@ -108,6 +108,7 @@ fn plan(settings: &Settings, probe: bool, shards: Option<&ShardFlags>, global: &
             "tokens": corpus.n_tokens(),
             "blocks": corpus.n_blocks(),
             "held_out_tokens": held_out,
+            "codewords": codewords,
             "memory_bytes": memory.total(),
             "layer_weights_bytes": weights.layer,
             "memory_free_bytes": free_bytes(),
@@ -147,6 +148,10 @@ fn plan(settings: &Settings, probe: bool, shards: Option<&ShardFlags>, global: &
         }
     );
     out += "\ncalibrate\n";
+    out += &format!(
+        "  size     {}\n           (codebook --size {codewords})\n",
+        settings.size_text(&config, codewords)
+    );
     out += &format!(
         "  memory   {}, plus {} for one layer's weights; {} are free\n",
         size(memory.total()),

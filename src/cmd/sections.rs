@@ -23,6 +23,7 @@ use crate::dump::{Dump, LayerDump, State};
 use crate::error::{Error, Result};
 use crate::flags::parse_count;
 use crate::heap;
+use crate::method::a2ats::CODEWORDS;
 use crate::method::sections::SECTIONS;
 use crate::model::rope::Rope;
 use crate::progress::{Log, Progress, Verbosity};
@@ -37,18 +38,17 @@ type ParseResult<T> = std::result::Result<T, clap::Error>;
 
 /// The flags of the fits of all sections.
 #[derive(Clone, Debug)]
-pub struct SectionFlags(ArgMatches);
+pub struct SectionFlags {
+    flags: ArgMatches,
+    /// Number of codewords of a codebook, if it is set.
+    pub codewords: Option<usize>,
+}
 
 impl SectionFlags {
-    /// Returns the number of codewords of a codebook; a text must have at least as many tokens.
-    pub fn codewords(&self) -> usize {
-        self.0.get_one("size").copied().unwrap_or_default()
-    }
-
     /// Prepares the fit of every section that is wanted.
     pub fn fits(&self, input: &FitInput) -> Result<Vec<Box<dyn Fit>>> {
-        let wanted = SECTIONS.iter().filter(|kind| kind.is_wanted(&self.0));
-        wanted.map(|kind| kind.fit(&self.0, input)).collect()
+        let wanted = SECTIONS.iter().filter(|kind| kind.is_wanted(&self.flags));
+        wanted.map(|kind| kind.fit(&self.flags, input)).collect()
     }
 }
 
@@ -64,11 +64,14 @@ impl clap::Args for SectionFlags {
 
 impl FromArgMatches for SectionFlags {
     fn from_arg_matches(matches: &ArgMatches) -> ParseResult<Self> {
-        Ok(Self(matches.clone()))
+        Ok(Self {
+            flags: matches.clone(),
+            codewords: matches.get_one("size").copied(),
+        })
     }
 
     fn update_from_arg_matches(&mut self, matches: &ArgMatches) -> ParseResult<()> {
-        self.0 = matches.clone();
+        *self = Self::from_arg_matches(matches)?;
         Ok(())
     }
 }
@@ -206,6 +209,7 @@ impl SectionCommand {
                 kept: &dump.kept,
                 windows: &dump.origin.model.windows,
                 head_dim: dump.sizes.head_dim,
+                codewords: CODEWORDS,
                 log: global.log(),
             },
         )?;

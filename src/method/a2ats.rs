@@ -24,6 +24,7 @@ pub mod params;
 mod postings;
 mod quotas;
 mod section;
+mod size;
 
 use std::sync::Arc;
 
@@ -45,6 +46,7 @@ pub use section::{
     A2atsSection, CHOL, CODEBOOK, COUNT, FitInit, FitMetric, FitParams, MEAN, Positions, Rotation, SECTION,
     weak_heads,
 };
+pub use size::{CODEWORDS, LONGEST_CONTEXT, codewords, share_of_bytes};
 
 /// The declaration of `a2ats`.
 pub static METHOD: Declaration = Declaration {

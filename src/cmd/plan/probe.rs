@@ -289,7 +289,7 @@ impl Small {
         let folder = tempfile::tempdir().map_err(failed)?;
         let heads = config.n_kv_heads.min(rayon::current_num_threads());
         let [least, most] = BLOCK;
-        let least = least.max(2 * settings.sections.codewords());
+        let least = least.max(2 * settings.sections.codewords.unwrap_or_default());
         let rows = tokens.min(most).max(least).next_multiple_of(2);
         let model = folder.path().join("model");
         std::fs::create_dir(&model).map_err(failed)?;

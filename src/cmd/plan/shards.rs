@@ -103,7 +103,7 @@ pub struct ShardPlan {
     /// Bytes of the sums of all blocks.
     sums: usize,
     /// The commands of the layer parts.
-    commands: Vec<&'static str>,
+    commands: Vec<String>,
 }
 
 impl ShardPlan {
@@ -140,7 +140,7 @@ impl ShardPlan {
             states: [Float::F32, Float::Bf16].map(|dtype| job.states(dtype)),
             block: [job.sum_bytes(), job.config.n_layers * job.block_sums(1)],
             sums: job.config.n_layers * job.block_sums(job.corpus.n_blocks()),
-            commands: job.fits.iter().map(|fit| fit.kind().facts().command).collect(),
+            commands: job.fits.iter().map(|fit| fit.command()).collect(),
         })
     }
 

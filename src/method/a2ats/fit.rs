@@ -28,6 +28,10 @@ impl Fit for FitParams {
         self.manifest()
     }
 
+    fn command(&self) -> String {
+        format!("{} --size {}", self.kind().facts().command, self.size)
+    }
+
     fn working_bytes(&self, text: &FitText) -> usize {
         let (d, float) = (text.sizes.head_dim, size_of::<f32>());
         let device = self.kind().device(text.device);

@@ -6,6 +6,7 @@ use serde::{Deserialize, Deserializer, Serialize};
 use serde_json::{Map, Value, json};
 
 use super::buckets::DistanceBuckets;
+use super::size::KEYS_PER_CODEWORD;
 use crate::artifact::{
     Column, Facts, Fit, FitInput, HeadReport, MomentsRead, SectionKind, SectionView, object, parse, share,
     table,
@@ -31,11 +32,6 @@ pub const MEAN: &str = "a2ats.mean";
 pub const CHOL: &str = "a2ats.chol";
 /// Number of keys per codeword; describes the head, no method reads it.
 pub const COUNT: &str = "a2ats.count";
-
-/// With fewer keys per codeword than this, a warning says that the codebook fits its own text better than other text.
-/// It always does, and the more so the fewer the keys; the default text (of which blocks are held out) and the default
-/// size have 15.8.
-const FEW_KEYS: f64 = 15.0;
 
 /// How k-means starts.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, clap::ValueEnum, Serialize, Deserialize)]
@@ -129,8 +125,14 @@ impl TryFrom<RotationManifest> for Rotation {
 #[group(skip)]
 #[command(next_help_heading = "Section a2ats")]
 pub struct FitParams {
-    /// Number of codewords per KV head
-    #[arg(long, value_name = "M", default_value_t = 4096, value_parser = parse_count)]
+    /// Number of codewords per KV head [default: of `codebook` 4096; of `calibrate` the power of two from 256 to 4096
+    /// whose codebook takes nearest to 1.5 % of the bytes of a 16-bit cache at --context, but at most one per 15 tokens
+    /// of the fit]
+    #[arg(long = "size", id = "size", value_name = "M", value_parser = parse_count)]
+    #[serde(skip)]
+    pub asked: Option<usize>,
+    /// Number of codewords per KV head.
+    #[arg(skip)]
     #[serde(rename = "codebook_size")]
     pub size: usize,
     /// Maximum number of k-means passes
@@ -197,14 +199,14 @@ impl FitParams {
         }
         if kept < size {
             let message = format!("{kept} calibration tokens are too few for a codebook of {size} codewords");
-            let most = ((kept as f64 / FEW_KEYS) as usize).max(1);
+            let most = (kept / KEYS_PER_CODEWORD).max(1);
             let hint = format!("give more text, or use --size {most} or less");
             return Err(Error::failed(message).hint(hint));
         }
-        let per = kept as f64 / size as f64;
-        if per < FEW_KEYS {
+        if kept < KEYS_PER_CODEWORD * size {
+            let per = kept as f64 / size as f64;
             log.warn(&format!(
-                "only {per:.1} keys per codeword ({kept} keys, {size} codewords); with fewer than {FEW_KEYS}, a codebook fits its calibration text better than other text"
+                "only {per:.1} keys per codeword ({kept} keys, {size} codewords); with fewer than {KEYS_PER_CODEWORD}, a codebook fits its calibration text better than other text"
             ));
         }
         Ok(())
@@ -327,6 +329,7 @@ impl SectionKind for A2atsSection {
 
     fn fit(&self, flags: &ArgMatches, input: &FitInput) -> Result<Box<dyn Fit>> {
         let mut params = FitParams::from_arg_matches(flags).map_err(|e| Error::usage(e.to_string()))?;
+        params.size = params.asked.unwrap_or(input.codewords);
         params.seed = input.seed;
         params.rotation = match (params.positions, input.position) {
             (Positions::Window, position) => Rotation::At(position),
