@@ -9,11 +9,12 @@ use crate::cmd::args::Global;
 use crate::cmd::sections::SectionCommand;
 use crate::cmd::{
     bench, calibrate, completions, dump, eval, gpu_check, inspect, merge, moments, pack, plan, print_failure,
-    print_refusal, report, run, status, verdict,
+    print_refusal, removed, report, run, status, verdict,
 };
 use crate::compute::cuda::kernels;
 use crate::error::{Error, Result};
 use crate::method::sections::SECTIONS;
+use crate::progress::say_error;
 
 /// Make a language model read less of its KV cache: calibrate an index, measure what it loses, and generate with it.
 #[derive(Parser, Debug)]
@@ -138,19 +139,26 @@ fn named_and_headed(command: clap::Command) -> clap::Command {
 
 /// Prints why a command line could not be read; also as a document on stdout if it asks for `--json`.
 pub fn refuse(arguments: &[OsString], e: &clap::Error) {
-    // If the terminal is gone, there is nobody to tell.
-    let _ = e.print();
-    if !e.use_stderr() || !arguments.iter().any(|argument| argument == "--json") {
-        return;
-    }
-    let text = e.render().to_string();
-    let first = text.split("\n\n").next().unwrap_or_default();
-    let message = first.strip_prefix("error: ").unwrap_or(first).trim_end();
     let command = Cli::described();
     let mut words = arguments.iter().skip(1).filter_map(|argument| argument.to_str());
     let known = words.find(|word| command.find_subcommand(word).is_some());
-    let error = Error::usage(message).hint("see `kvsmith --help` or `kvsmith COMMAND --help`");
-    let _ = print_refusal(known.unwrap_or_default(), &error);
+    let known = known.unwrap_or_default();
+    let removed = removed::explain(known, e);
+    match &removed {
+        Some(error) => say_error(error),
+        // If the terminal is gone, there is nobody to tell.
+        None => e.print().unwrap_or_default(),
+    }
+    if !e.use_stderr() || !arguments.iter().any(|argument| argument == "--json") {
+        return;
+    }
+    let error = removed.unwrap_or_else(|| {
+        let text = e.render().to_string();
+        let first = text.split("\n\n").next().unwrap_or_default();
+        let message = first.strip_prefix("error: ").unwrap_or(first).trim_end();
+        Error::usage(message).hint("see `kvsmith --help` or `kvsmith COMMAND --help`")
+    });
+    let _ = print_refusal(known, &error);
 }
 
 /// Lists the words of the subcommand.

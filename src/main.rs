@@ -4,8 +4,7 @@ use std::ffi::OsString;
 use std::process::ExitCode;
 
 use kvsmith::cli::{self, Cli};
-use kvsmith::error::Kind;
-use kvsmith::progress::say;
+use kvsmith::progress::say_error;
 use kvsmith::stats::linalg;
 use kvsmith::{interrupt, mapped, unfinished};
 
@@ -26,12 +25,7 @@ fn main() -> ExitCode {
     match cli::run(&cli) {
         Ok(()) => ExitCode::SUCCESS,
         Err(e) => {
-            if e.kind() != Kind::Closed {
-                say(&format!("error: {e}"));
-            }
-            if let Some(hint) = e.advice() {
-                say(&format!("hint: {hint}"));
-            }
+            say_error(&e);
             ExitCode::from(e.exit_code())
         }
     }

@@ -7,6 +7,8 @@ use std::time::Duration;
 
 use indicatif::{HumanCount, HumanDuration, ProgressBar, ProgressDrawTarget, ProgressState, ProgressStyle};
 
+use crate::error::{Error, Kind};
+
 /// Writes a line to stderr with its control characters escaped; a failed write is ignored, since there is nowhere to
 /// report it. On a terminal, lines are broken between words.
 pub fn say(text: &str) {
@@ -16,6 +18,16 @@ pub fn say(text: &str) {
         false => text,
     };
     let _ = writeln!(std::io::stderr(), "{text}");
+}
+
+/// Writes an error and its hint; nothing if stdout was closed, which ends the program silently.
+pub fn say_error(error: &Error) {
+    if error.kind() != Kind::Closed {
+        say(&format!("error: {error}"));
+    }
+    if let Some(hint) = error.advice() {
+        say(&format!("hint: {hint}"));
+    }
 }
 
 /// Longest line of messages and tables, as far as words and names allow it.

@@ -15,6 +15,7 @@ mod output;
 pub mod pack;
 pub mod plan;
 mod reading;
+pub mod removed;
 pub mod report;
 pub mod run;
 pub mod sections;

@@ -14,7 +14,6 @@ use crate::compute::device::Device;
 use crate::error::{Error, Result};
 use crate::flags::at_least_one;
 use crate::interrupt;
-use crate::method::a2ats::FitInit;
 use crate::progress::Log;
 use crate::stats::kmeans::{self, Init, KMeansFit, KMeansParams, MAX_SIZE};
 use crate::store::{self, Store, Tensor};
@@ -47,11 +46,20 @@ pub struct KMeansArgs {
     #[arg(long, value_name = "SHARE", default_value_t = 0.0, value_parser = crate::flags::share_or_zero)]
     min_gain: f64,
     /// Choice of the initial centroids
-    #[arg(long, value_enum, default_value_t = FitInit::KMeansPlusPlus)]
-    init: FitInit,
+    #[arg(long, value_enum, default_value_t = Start::KMeansPlusPlus)]
+    init: Start,
     /// Number of timed runs
     #[arg(long, value_name = "N", default_value_t = 3)]
     runs: usize,
+}
+
+/// How k-means starts.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, clap::ValueEnum)]
+enum Start {
+    /// Draw each further centroid from the points, with probability proportional to the squared distance to the nearest
+    /// centroid so far.
+    #[value(name = "kmeans++")]
+    KMeansPlusPlus,
 }
 
 /// Most random values: 16 GB.
@@ -95,12 +103,13 @@ pub fn run(args: &KMeansArgs, global: &Global) -> Result<()> {
         Some(path) => read_points(path)?.insert_axis(Axis(0)),
         None => random_points(args.heads, args.n, args.dim, global.seed),
     };
-    let FitInit::KMeansPlusPlus = args.init;
     let params = KMeansParams {
         size: args.size,
         iterations: args.iterations,
         min_gain: args.min_gain,
-        init: Init::KMeansPlusPlus,
+        init: match args.init {
+            Start::KMeansPlusPlus => Init::KMeansPlusPlus,
+        },
         seed: global.seed,
     };
     let fit = |_| TimedFit::run(device.as_ref(), &points, &params, global.log());

@@ -6,6 +6,7 @@ use clap::parser::ValueSource;
 use clap::{Args, Command, FromArgMatches};
 
 use super::super::named::Named;
+use super::super::removed;
 use crate::method::params::{MethodParams, flags_of_methods};
 
 /// Flags that also say how the caches are held, which all methods share.
@@ -46,7 +47,10 @@ impl Also {
         let command = Command::new(method.to_owned()).no_binary_name(true);
         let command = MethodParams::augment_args(command.disable_help_flag(true));
         let parsed = command.clone().try_get_matches_from(flags.split_whitespace());
-        let matches = parsed.map_err(|e| reason(&e))?;
+        let matches = parsed.map_err(|e| match removed::explain("eval", &e) {
+            Some(error) => format!("{error}: {}", error.advice().unwrap_or_default()),
+            None => reason(&e),
+        })?;
         let is_given =
             |arg: &&clap::Arg| matches.value_source(arg.get_id().as_str()) == Some(ValueSource::CommandLine);
         let given: Vec<&str> = command

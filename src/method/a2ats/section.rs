@@ -33,16 +33,6 @@ pub const CHOL: &str = "a2ats.chol";
 /// Number of keys per codeword; describes the head, no method reads it.
 pub const COUNT: &str = "a2ats.count";
 
-/// How k-means starts.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, clap::ValueEnum, Serialize, Deserialize)]
-pub enum FitInit {
-    /// Draw each further centroid from the keys, with probability proportional to the squared distance to the nearest
-    /// centroid so far.
-    #[value(name = "kmeans++")]
-    #[serde(rename = "kmeans++")]
-    KMeansPlusPlus,
-}
-
 /// The distance in which keys are clustered: the paper's ablation.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, clap::ValueEnum, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
@@ -142,9 +132,6 @@ pub struct FitParams {
     /// until no key changes its codeword)
     #[arg(long, value_name = "SHARE", default_value_t = 0.0, value_parser = share_or_zero)]
     pub min_gain: f64,
-    /// Choice of the initial centroids
-    #[arg(long, value_enum, default_value_t = FitInit::KMeansPlusPlus)]
-    pub init: FitInit,
     /// Distance in which keys are clustered
     #[arg(long, value_enum, default_value_t = FitMetric::QueryAware)]
     pub metric: FitMetric,
@@ -170,6 +157,7 @@ impl FitParams {
                 Rotation::At(Position::Own) => "post",
                 Rotation::At(Position::Windowed(_)) | Rotation::Buckets(_) => "pre",
             },
+            "init": "kmeans++",
             "eps": EPS,
             "h_pool": "kv-head-sum",
             "h_normalisation": "rms",
@@ -183,9 +171,7 @@ impl FitParams {
             size: self.size,
             iterations: self.iterations,
             min_gain: self.min_gain,
-            init: match self.init {
-                FitInit::KMeansPlusPlus => Init::KMeansPlusPlus,
-            },
+            init: Init::KMeansPlusPlus,
             seed: self.seed,
         }
     }

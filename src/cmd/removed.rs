@@ -1,0 +1,56 @@
+//! Options of earlier versions, and what replaces them.
+
+use clap::error::{ContextKind, ContextValue, ErrorKind};
+
+use crate::error::Error;
+
+/// An option that earlier versions had, or one of its values.
+#[derive(Clone, Copy, Debug)]
+pub struct Removed {
+    /// The commands that had it, each by its first word.
+    pub commands: &'static [&'static str],
+    /// The option.
+    pub option: &'static str,
+    /// The value, if the option still takes others.
+    pub value: Option<&'static str>,
+    /// What replaces it.
+    pub instead: &'static str,
+}
+
+/// Everything that was removed.
+pub static REMOVED: [Removed; 1] = [Removed {
+    commands: &["calibrate", "plan", "codebook"],
+    option: "--init",
+    value: None,
+    instead: "leave it out: codebooks always start from k-means++; `bench kmeans --init` is still there",
+}];
+
+/// Returns the text of a value of clap's errors.
+fn text(e: &clap::Error, kind: ContextKind) -> Option<&str> {
+    match e.get(kind)? {
+        ContextValue::String(text) => Some(text),
+        _ => None,
+    }
+}
+
+/// Finds what an error of clap is about among the options that were removed from `command`.
+fn find(command: &str, e: &clap::Error) -> Option<&'static Removed> {
+    // An option that takes a value is followed by the name of the value.
+    let option = text(e, ContextKind::InvalidArg)?.split(' ').next()?;
+    let value = match e.kind() {
+        ErrorKind::UnknownArgument => None,
+        ErrorKind::InvalidValue => Some(text(e, ContextKind::InvalidValue)?),
+        _ => return None,
+    };
+    let is_it = |removed: &&Removed| removed.option == option && removed.value == value;
+    let found = REMOVED.iter().filter(is_it);
+    found.into_iter().find(|removed| removed.commands.contains(&command))
+}
+
+/// Returns an error that names the replacement if an error of clap is about an option that was removed from `command`.
+pub fn explain(command: &str, e: &clap::Error) -> Option<Error> {
+    let removed = find(command, e)?;
+    let value = removed.value.map(|value| format!(" {value}")).unwrap_or_default();
+    let error = Error::usage(format!("`{}{value}` was removed", removed.option));
+    Some(error.hint(removed.instead))
+}
