@@ -125,7 +125,7 @@ def runs():
     options = [
         "", "--method full", "--method a2ats --topk-per-query-head 0.02", "--sinks 0 --window 1", "--sinks 16 --window 256",
     ]
-    options += [f"--method selfindex --sign-centroids {kind}" for kind in ["one-pass", "offline", "hybrid", "signs"]]
+    options += [f"--method selfindex --sign-centroids {kind}" for kind in ["one-pass", "offline", "signs"]]
     options += [f"--method selfindex {more}" for more in ["--sign-full 0", "--kv 2bit --plain-keys", "--sign-centroids one-pass --center mean"]]
     lfps = ["--lfps-rows 0", "--lfps-prior 0", "--lfps-alpha 1", "--lfps-theta 0.2", "--lfps-threshold mean-std", "--lfps-threshold budget"]
     options += [f"--method lfps {more}" for more in lfps]

@@ -5,9 +5,6 @@
 #include "scan.h"
 #include "tensor.h"
 
-// How many keys a calibrated centroid counts as.
-constexpr double PSEUDO_COUNT = 32;
-
 // Widens rows `[heads,stride,pitch]` of type f32 (kind 0), f16 (1) or bf16 (2) to x, with zeros from channel d on.
 // Subtracts a centre `[heads,d]` unless it is null.
 KERNEL(256, 1, widen_rows, const void* rows, OPTIONAL const float* centre, float* x, u32 kind, u32 stride, u32 pitch,
@@ -86,11 +83,10 @@ KERNEL(128, 1, clear_rows, float* x, const u32* full, const u32* full_count, u32
 }
 
 // Computes centroids `[heads,d/4,16,4]` from the sums `[heads,d/4,16,4]` and counts `[heads,d/4,16]` of sign_sums,
-// whose input had zeros in the rows that are left out. A centroid is a mean. prior `[heads,d/4,16,4]`, unless null,
-// counts as PSEUDO_COUNT keys. Without prior, a pattern that no key has gets plus or minus the mean magnitude of its
-// channels.
+// whose input had zeros in the rows that are left out. A centroid is a mean. A pattern that no key has gets plus or
+// minus the mean magnitude of its channels.
 KERNEL(256, 1, sign_centroids, const u64* sums, const u32* counts, const u32* largest, const u32* full_count,
-       OPTIONAL const float* prior, float* centroids, u32 n, u32 d) {
+       float* centroids, u32 n, u32 d) {
     wait_for_earlier();
     u32 i = blockIdx.x * 256 + threadIdx.x, e = i % 4, cell = i / 4, p = cell % 16, zeros = left_out(full_count, n);
     if (i >= d * 16) return;
@@ -98,9 +94,7 @@ KERNEL(256, 1, sign_centroids, const u64* sums, const u32* counts, const u32* la
     double scale = fixed_point(largest[blockIdx.y], n), sum = from_fixed(sums[first + i], scale), mean;
     // The zeroed rows were counted under pattern 0, from which they are taken off here.
     u32 count = counts[(u64)blockIdx.y * d * 4 + cell] - (p == 0 ? zeros : 0);
-    if (prior) {
-        mean = (PSEUDO_COUNT * prior[first + i] + sum) / (PSEUDO_COUNT + count);
-    } else if (count > 0) {
+    if (count > 0) {
         mean = sum / count;
     } else {
         u64 magnitude = 0;

@@ -100,8 +100,7 @@ DEVICE double total_of(const double* parts, u32 blocks, u32 stride, u32 i) {
     return block_total(sum);
 }
 
-// The positions `[from,to)` over which mean, deviation and kurtosis are taken: with `all` every visible position that
-// is no sink, else the candidates.
+// The positions `[from,to)` over which mean, deviation and kurtosis are taken: every visible position that is no sink.
 struct Population {
     u32 from, to;
 
@@ -109,18 +108,17 @@ struct Population {
     DEVICE u32 size() const { return to - from; }
 };
 
-DEVICE Population population_of(const u32* span, u32 sinks, u32 all) {
-    if (!all) return {span[0] + span[1], span[2]};
+DEVICE Population population_of(const u32* span, u32 sinks) {
     return {smaller(span[0] > sinks ? span[0] : sinks, span[3]), span[3]};
 }
 
 // Sums both tables over a block's part of the population: parts `[b,h,blocks,2]`.
 KERNEL(256, 1, lfps_sums, const float* tables, const double* factors, const u32* spans, double* parts, u32 capacity,
-       u32 sinks, u32 all) {
+       u32 sinks) {
     wait_for_earlier();
     u32 head = blockIdx.z * gridDim.y + blockIdx.y;
     const u32* span = spans + 4 * blockIdx.z;
-    Population population = population_of(span, sinks, all);
+    Population population = population_of(span, sinks);
     Tables own = tables_of(tables, factors, span, head, capacity);
     double vertical = 0, slash = 0;
     for (u32 i = threadIdx.x; i < SCAN; i += 256) {
@@ -136,11 +134,11 @@ KERNEL(256, 1, lfps_sums, const float* tables, const double* factors, const u32*
 // Sums the second and fourth powers of the deviations from the means, which follow from parts `[b,h,blocks,2]`: moments
 // `[b,h,blocks,4]`.
 KERNEL(256, 1, lfps_moments, const float* tables, const double* factors, const u32* spans, const double* parts,
-       double* moments, u32 capacity, u32 sinks, u32 all) {
+       double* moments, u32 capacity, u32 sinks) {
     wait_for_earlier();
     u32 head = blockIdx.z * gridDim.y + blockIdx.y;
     const u32* span = spans + 4 * blockIdx.z;
-    Population population = population_of(span, sinks, all);
+    Population population = population_of(span, sinks);
     Tables own = tables_of(tables, factors, span, head, capacity);
     parts += (u64)head * gridDim.x * 2;
     double n = population.size(), sums[4] = {};
@@ -167,13 +165,13 @@ DEVICE double kurtosis(double m2, double m4) {
 }
 
 // Computes thresholds `[b,h,4]`: for each table, the value that an entry must exceed to make a candidate; then the
-// means of the tables. With `balanced`, the table with the larger kurtosis gets the lower threshold.
+// means of the tables. The table with the larger kurtosis gets the lower threshold.
 KERNEL(256, 1, lfps_thresholds, const double* constants, const u32* spans, const double* parts, const double* moments,
-       double* thresholds, u32 blocks, u32 balanced, u32 sinks, u32 all) {
+       double* thresholds, u32 blocks, u32 sinks) {
     wait_for_earlier();
     u32 head = blockIdx.z * gridDim.y + blockIdx.y;
     const u32* span = spans + 4 * blockIdx.z;
-    double n = population_of(span, sinks, all).size(), means[2], powers[4];
+    double n = population_of(span, sinks).size(), means[2], powers[4];
     if (n == 0) n = 1;
 UNROLL
     for (u32 i = 0; i < 2; i++) means[i] = total_of(parts + (u64)head * blocks * 2, blocks, 2, i) / n;
@@ -182,7 +180,7 @@ UNROLL
     if (threadIdx.x > 0) return;
     double alpha = constants[(u64)head * OF_HEAD + 2];
     double kv = kurtosis(powers[0], powers[1]), ks = kurtosis(powers[2], powers[3]), both = kv + ks;
-    double of_vertical = balanced ? alpha * 2 * ks / both : alpha, of_slash = balanced ? alpha * 2 * kv / both : alpha;
+    double of_vertical = alpha * 2 * ks / both, of_slash = alpha * 2 * kv / both;
     double* to = thresholds + (u64)head * 4;
     to[0] = means[0] + of_vertical * sqrt(powers[0]), to[1] = means[1] + of_slash * sqrt(powers[2]);
     to[2] = means[0], to[3] = means[1];

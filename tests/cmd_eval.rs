@@ -911,21 +911,3 @@ fn bad_input_is_named() {
         "more than one token",
     );
 }
-
-/// The window holds most of the attention, so that thresholds over the candidates alone are low.
-#[test]
-fn thresholds_over_all_positions_leave_fewer_candidates() {
-    let data = root().join("calib-data").display().to_string();
-    let share = |options: &str| {
-        let report = kvsmith(&format!(
-            "eval --model {data}/model --text {data}/text.txt --max-tokens 1000 --seq-len 1000 --decode 24 --methods lfps \
-             --budgets 0.06 --lfps-theta 1 --json {options}"
-        ))
-        .json();
-        report["rows"][0]["exact_dot_fraction"].as_f64().unwrap()
-    };
-    let (default, all) = (share(""), share("--lfps-population all"));
-    let candidates = share("--lfps-population candidates");
-    assert_eq!(default, all);
-    assert!(all < 0.5 * candidates, "{all} {candidates}");
-}

@@ -5,7 +5,6 @@ use std::collections::BTreeSet;
 use crate::common::*;
 use kvsmith::artifact::Artifact;
 use kvsmith::dump::{Dump, State};
-use kvsmith::method::lfps::Population;
 use kvsmith::method::lfps::priors::{
     ALPHAS, GAMMAS, LAGS, Priors, SCALARS, SLASH, THETAS, VERT, slash_bucket, slash_width,
 };
@@ -189,9 +188,8 @@ fn mass(weights: &[f64], at: &[usize]) -> f64 {
     at.iter().map(|i| weights[*i]).sum()
 }
 
-/// Which of the places `0..n` the candidates and their neighbours are; mean, deviation and kurtosis are those of the first
-/// `population` places.
-fn expanded(v: &[f64], s: &[f64], alpha: f64, population: usize) -> Vec<bool> {
+/// Which of the places `0..n` the candidates and their neighbours are.
+fn expanded(v: &[f64], s: &[f64], alpha: f64) -> Vec<bool> {
     let kurtosis = |x: &[f64]| {
         let m = mean(x);
         let central = |e: i32| mean(&x.iter().map(|v| (v - m).powi(e)).collect::<Vec<_>>());
@@ -201,10 +199,7 @@ fn expanded(v: &[f64], s: &[f64], alpha: f64, population: usize) -> Vec<bool> {
             central(4) / central(2).powi(2)
         }
     };
-    let [[mean_v, std_v, kv], [mean_s, std_s, ks]] = [v, s].map(|x| match &x[..population] {
-        [] => [0.0, 0.0, 3.0],
-        x => [mean(x), std(x), kurtosis(x)],
-    });
+    let [[mean_v, std_v, kv], [mean_s, std_s, ks]] = [v, s].map(|x| [mean(x), std(x), kurtosis(x)]);
     let tau_v = mean_v + alpha * std_v * 2.0 * ks / (kv + ks);
     let tau_s = mean_s + alpha * std_s * 2.0 * kv / (kv + ks);
     let candidate = |i: usize| v[i] > tau_v || s[i] > tau_s;
@@ -302,8 +297,8 @@ fn check_static(naive: &Naive, slash: &[f32], vert: &[f32], scalar: &dyn Fn(&str
     }
 }
 
-/// Compares what looks back; with `window`, the thresholds are those of the positions before the last so many.
-fn check_dynamic(naive: &Naive, window: usize, scalar: &dyn Fn(&str) -> f64, what: &str) {
+/// Compares what looks back.
+fn check_dynamic(naive: &Naive, scalar: &dyn Fn(&str) -> f64, what: &str) {
     let anchors = naive.anchors();
     let tolerance = tolerance(naive);
     let close = |name: &str, a: f64, e: f64| {
@@ -354,7 +349,7 @@ fn check_dynamic(naive: &Naive, window: usize, scalar: &dyn Fn(&str) -> f64, wha
         .collect();
     let kept = ALPHAS.map(|alpha| {
         let share = |(own, best, (v, s)): &(Vec<f64>, Vec<usize>, Tables)| {
-            let found = expanded(v, s, alpha, v.len().saturating_sub(window));
+            let found = expanded(v, s, alpha);
             let inside: Vec<usize> = best.iter().copied().filter(|i| found[*i]).collect();
             mass(own, &inside) / mass(own, best)
         };
@@ -430,54 +425,27 @@ fn a_trained_model_agrees_too() {
     assert!(alphas.len() >= 3 && bypassed > 0, "{alphas:?} {bypassed}");
 }
 
+/// Sections of earlier versions say over which positions mean and deviation were taken: all, as today, or the candidates.
 #[test]
-fn alpha_belongs_to_the_population_of_the_thresholds() {
+fn priors_of_the_candidates_alone_are_refused() {
     let scratch = Scratch::new();
-    let data = root().join("calib-data").display().to_string();
-    let command = format!(
-        "dump --model {data}/model --text {data}/text.txt --max-tokens 400 --uuid-tokens 0 --seq-len 320 \
-         --wrope-position 140 --queries --dtype f32"
-    );
-    let path = scratch.make("dump", &command);
-    let dump = Dump::open(&[&path]).unwrap();
-    let make = |name: &str, options: &str| scratch.make(name, &format!("priors --dump {path} {options}"));
-    let of = |out: &str| {
-        check_all(&dump, out, out, 2);
-        let artifact = Artifact::open(out.as_ref(), SECTIONS).unwrap();
-        let recorded = artifact.section("lfps").unwrap().manifest.params["population"].clone();
-        let priors = Priors::load(&artifact).unwrap();
-        let alphas: Vec<f32> = (0..16).map(|i| priors.head(i / 4, i % 4).alpha).collect();
-        (recorded, priors.population, alphas)
+    let (_, out) = priors_of(&scratch, "llama_default", &[60], "");
+    let with = |population: &str| {
+        let path = scratch.path("earlier.st");
+        with_manifest(&out, &path, |manifest| {
+            let section = &mut manifest["sections"]["lfps"];
+            (section["population"], section["population_window"]) = (json!(population), json!(64));
+        });
+        path
     };
-    let candidates = make("candidates.st", "--lfps-population candidates");
-    let (default, all) = (make("default.st", ""), make("all.st", "--lfps-population all"));
-    assert_eq!(std::fs::read(&default).unwrap(), std::fs::read(&all).unwrap());
-    let (all, candidates) = (of(&all), of(&candidates));
-    assert_eq!((&all.0, all.1), (&json!("all"), Population::All));
-    assert_eq!(
-        (&candidates.0, candidates.1),
-        (&json!("candidates"), Population::Candidates)
-    );
-    assert_ne!(all.2, candidates.2);
-
-    // A section of the time before there was a choice.
-    let earlier = scratch.path("earlier.st");
-    with_manifest(&default, &earlier, |manifest| {
-        let section = manifest["sections"]["lfps"].as_object_mut().unwrap();
-        section.remove("population").unwrap();
-        section.remove("population_window").unwrap();
-    });
-    let earlier = Artifact::open(earlier.as_ref(), SECTIONS).unwrap();
-    assert_eq!(Priors::load(&earlier).unwrap().population, Population::All);
-    let odd = scratch.path("odd.st");
-    with_manifest(&default, &odd, |manifest| {
-        manifest["sections"]["lfps"]["population"] = json!("some");
-    });
-    kvsmith(&format!("inspect {odd}")).fails(
-        1,
-        "`sections.lfps.population` is not valid",
-        "recreate the section",
-    );
+    kvsmith(&format!("inspect {}", with("all"))).ok();
+    for population in ["candidates", "some"] {
+        kvsmith(&format!("inspect {}", with(population))).fails(
+            1,
+            &format!("`sections.lfps.population` is \"{population}\", a form that was removed"),
+            "`kvsmith priors --dump DIR -o FILE`",
+        );
+    }
 }
 
 #[test]
@@ -497,10 +465,6 @@ fn check_all(dump: &Dump, out: &str, name: &str, layers: usize) {
     let (slash, vert) = (read("lfps.slash", SLASH), read("lfps.vert", VERT));
     let scalars = read("lfps.scalars", SCALARS.len());
     let priors = Priors::load(&artifact).unwrap();
-    let window = match priors.population {
-        Population::All => 0,
-        Population::Candidates => 64,
-    };
     let quality = artifact.section("lfps").unwrap().quality;
     let r = h / dump.sizes.n_kv_heads;
     for at in 0..h * l.min(layers) {
@@ -515,7 +479,7 @@ fn check_all(dump: &Dump, out: &str, name: &str, layers: usize) {
             &vert[at * VERT..(at + 1) * VERT],
         );
         check_static(&naive, slash, vert, &scalar, &what);
-        check_dynamic(&naive, window, &scalar, &what);
+        check_dynamic(&naive, &scalar, &what);
 
         let prior = priors.head(at / h, at % h);
         assert_eq!((&prior.slash[..], &prior.vert[..]), (slash, vert));

@@ -105,6 +105,15 @@ pub trait SectionKind: Debug + Sync {
         self.facts().name
     }
 
+    /// Makes the error about a parameter of a section whose form was removed after an earlier version.
+    fn removed(&self, parameter: &str, value: &Value) -> Error {
+        let (name, command) = (self.name(), self.facts().command);
+        let message = format!("`sections.{name}.{parameter}` is {value}, a form that was removed");
+        Error::failed(message).hint(format!(
+            "fit the section again with `kvsmith {command} --dump DIR -o FILE`, or the artifact with `kvsmith calibrate`"
+        ))
+    }
+
     /// Chooses the device of the fit for a calibration on `device`.
     fn device<'a>(&self, device: &'a dyn Device) -> &'a dyn Device {
         match self.facts().cpu_only {

@@ -18,12 +18,32 @@ pub struct Removed {
 }
 
 /// Everything that was removed.
-pub static REMOVED: [Removed; 1] = [Removed {
-    commands: &["calibrate", "plan", "codebook"],
-    option: "--init",
-    value: None,
-    instead: "leave it out: codebooks always start from k-means++; `bench kmeans --init` is still there",
-}];
+pub static REMOVED: [Removed; 4] = [
+    Removed {
+        commands: &["calibrate", "plan", "codebook"],
+        option: "--init",
+        value: None,
+        instead: "leave it out: codebooks always start from k-means++; `bench kmeans --init` is still there",
+    },
+    Removed {
+        commands: &["run", "eval"],
+        option: "--sign-centroids",
+        value: Some("hybrid"),
+        instead: "use --sign-centroids one-pass, which is the default, or offline for the artifact's centroids alone",
+    },
+    Removed {
+        commands: &["run", "eval", "bench"],
+        option: "--lfps-threshold",
+        value: Some("mean-std"),
+        instead: "use --lfps-threshold kurtosis, which is the default, or budget",
+    },
+    Removed {
+        commands: &["calibrate", "plan", "priors", "run", "eval", "bench"],
+        option: "--lfps-population",
+        value: None,
+        instead: "leave it out: the thresholds are over all positions but the sinks, as with `all`",
+    },
+];
 
 /// Returns the text of a value of clap's errors.
 fn text(e: &clap::Error, kind: ContextKind) -> Option<&str> {

@@ -47,7 +47,7 @@ use marks::marks;
 pub use params::LfpsParams;
 use priors::Priors;
 pub use table::Table;
-pub use threshold::{OFFSETS, Population, Threshold};
+pub use threshold::{OFFSETS, Threshold};
 
 /// The declaration of `lfps`.
 pub static METHOD: Declaration = Declaration {
@@ -70,7 +70,6 @@ impl LfpsMethod {
     /// # Errors
     /// The parameters take no prompt rows and there are no priors: the tables would stay empty.
     pub fn new(params: &LfpsParams, artifact: Option<&Artifact>) -> Result<Self> {
-        let mut params = *params;
         let artifact = artifact.filter(|a| a.has(priors::SECTION));
         if artifact.is_none() && params.lfps_rows == 0 {
             return Err(
@@ -78,10 +77,10 @@ impl LfpsMethod {
                     .hint("make an artifact with `kvsmith calibrate`, and pass it with --artifact"),
             );
         }
-        let priors = artifact.map(Priors::load).transpose()?;
-        let calibrated = priors.as_ref().map(|priors| priors.population);
-        params.lfps_population = params.lfps_population.or(calibrated);
-        Ok(Self { params, priors })
+        Ok(Self {
+            params: *params,
+            priors: artifact.map(Priors::load).transpose()?,
+        })
     }
 
     /// Returns the empty state of a KV head.
@@ -195,10 +194,7 @@ impl Lfps {
     /// Returns the candidates of query head `a`.
     fn candidates(&mut self, a: usize, step: &Step) -> Places {
         let (c, t) = (step.candidates.clone(), step.visible.end - 1);
-        let population = match self.params.population() {
-            Population::All => self.rest(&step.visible),
-            Population::Candidates => c.clone(),
-        };
+        let population = self.rest(&step.visible);
         let head = &mut self.heads[a];
         let distances = |positions: &Range<usize>| t + 1 - positions.end..t + 1 - positions.start;
         let slash = head.slash.entries(distances(&c), distances(&population), true);

@@ -6,7 +6,7 @@
 //!
 //! Decoding: the mean query of the group gives a score to every pattern of every group of channels. The score of a key
 //! is the sum of the scores of its patterns, and the keys with the best scores are attended. The centroids come from
-//! one pass over the prompt, from calibration, or from both.
+//! one pass over the prompt, or from calibration.
 //!
 //! Where we differ from the authors' code: there is one rule for zeros (a bit is set for x > 0); a pattern that no key
 //! has gets plus or minus the mean magnitude of its channels instead of 0/0; all rows are in position order, so
@@ -37,7 +37,7 @@ use crate::kv::packed::{FULL, Layout, REFIT, compressed, extend_signs, sign_byte
 use choose::PatternScores;
 pub use fit::{centroids, pattern};
 use groups::sign;
-pub use groups::{GROUP, PATTERNS, PSEUDO_COUNT, SECTION};
+pub use groups::{GROUP, PATTERNS, SECTION};
 pub use params::{CentroidSource, SelfIndexParams};
 use section::{CENTROID, calibrated_center};
 pub use section::{SignSection, weak_heads};
@@ -78,14 +78,6 @@ impl SelfIndexParams {
     }
 }
 
-/// The centroids of a layer's heads, `[g,d/4,16,4]`.
-pub enum Centroids {
-    /// Centroids that are fixed before the prompt.
-    Fixed(Vec<f32>),
-    /// Centroids of the prompt. The given centroids, if any, count as [`PSEUDO_COUNT`] additional keys.
-    Prompt(Option<Vec<f32>>),
-}
-
 /// Self-Indexing prepared for a model: its parameters and the artifact's centroids.
 pub struct SelfIndexMethod {
     center: Center,
@@ -114,7 +106,7 @@ impl SelfIndexMethod {
         let center = params.center(artifact)?;
         let calibrated = match source {
             CentroidSource::OnePass | CentroidSource::Signs => None,
-            CentroidSource::Offline | CentroidSource::Hybrid => Some(Self::load(section, center, head_dim)?),
+            CentroidSource::Offline => Some(Self::load(section, center, head_dim)?),
         };
         Ok(Self {
             center,
@@ -128,7 +120,7 @@ impl SelfIndexMethod {
     /// Reads the artifact's centroids of every head, `[heads,d/4,16,4]`.
     fn load(artifact: Option<&Artifact>, center: Center, head_dim: usize) -> Result<Array2<f32>> {
         let artifact = artifact.ok_or_else(|| {
-            Error::usage("--sign-centroids offline and hybrid need an artifact with the section `sign`")
+            Error::usage("--sign-centroids offline needs an artifact with the section `sign`")
                 .hint("make an artifact with `kvsmith calibrate`, and pass it with --artifact")
         })?;
         let section = artifact.section(SECTION)?;
@@ -147,17 +139,16 @@ impl SelfIndexMethod {
         Ok(Array2::from_shape_vec((heads, head_dim * PATTERNS), centroids)?)
     }
 
-    /// Returns the centroids of a layer's heads.
-    pub fn centroids(&self, layer: usize, n_kv_heads: usize, head_dim: usize) -> Centroids {
+    /// Returns the centroids of a layer's heads, `[g,d/4,16,4]`, if they are fixed before the prompt.
+    pub fn centroids(&self, layer: usize, n_kv_heads: usize, head_dim: usize) -> Option<Vec<f32>> {
         let heads = layer * n_kv_heads..(layer + 1) * n_kv_heads;
-        let calibrated = self.calibrated.as_ref();
-        let calibrated = calibrated.map(|c| c.slice(s![heads, ..]).iter().copied().collect::<Vec<f32>>());
         match self.source {
-            CentroidSource::Signs => Centroids::Fixed(signs(head_dim).repeat(n_kv_heads)),
+            CentroidSource::OnePass => None,
+            CentroidSource::Signs => Some(signs(head_dim).repeat(n_kv_heads)),
             CentroidSource::Offline => {
-                Centroids::Fixed(calibrated.expect("offline centroids come from an artifact"))
+                let calibrated = self.calibrated.as_ref();
+                calibrated.map(|c| c.slice(s![heads, ..]).iter().copied().collect())
             }
-            CentroidSource::OnePass | CentroidSource::Hybrid => Centroids::Prompt(calibrated),
         }
     }
 
@@ -199,7 +190,6 @@ pub struct SelfIndex {
     place: Place,
     center: Center,
     source: CentroidSource,
-    calibrated: Option<Vec<f32>>,
     centre: Vec<f32>,
     sums: PatternSums,
     /// The centroids, `[d/4,16,4]`.
@@ -213,16 +203,14 @@ pub struct SelfIndex {
 }
 
 impl SelfIndex {
-    /// Makes an empty head. `calibrated` holds its centroids `[d/4,16,4]`, unless they come from one pass over the
-    /// prompt.
+    /// Makes an empty head. `calibrated` holds its centroids `[d/4,16,4]` if they come from the artifact.
     pub fn new(place: &Place, center: Center, source: CentroidSource, calibrated: Option<Vec<f32>>) -> Self {
         let d = place.head_dim;
         Self {
             place: *place,
             center,
             source,
-            centroids: calibrated.clone().unwrap_or_else(|| signs(d)),
-            calibrated,
+            centroids: calibrated.unwrap_or_else(|| signs(d)),
             centre: vec![0.0; d],
             sums: PatternSums::new(d),
             signs: AlignedVec::with_capacity(0),
@@ -264,7 +252,7 @@ impl Retriever for SelfIndex {
             }
             extend_signs(&mut self.signs, rows, &self.centre);
         }
-        if !matches!(self.source, CentroidSource::Offline | CentroidSource::Signs) {
+        if self.source == CentroidSource::OnePass {
             let mut summed = compressed(first..n, &self.full);
             if refit {
                 self.sums = PatternSums::new(self.place.head_dim);
@@ -280,7 +268,7 @@ impl Retriever for SelfIndex {
                 }
                 self.sums.add(&centred);
             }
-            let centroids = self.sums.centroids(self.calibrated.as_deref());
+            let centroids = self.sums.centroids();
             self.centroids = centroids.into_iter().map(|c| c as f32).collect();
         }
     }

@@ -8,7 +8,7 @@ use kvsmith::kv::cuda::attend::{Attention, LayerRows};
 use kvsmith::kv::{Budget, KvHead, StaticSet};
 use kvsmith::method::cuda::TALLIES;
 use kvsmith::method::lfps::cuda::{Lfps, LfpsWorkspace};
-use kvsmith::method::lfps::{self as cpu, LfpsMethod, Population, Threshold};
+use kvsmith::method::lfps::{self as cpu, LfpsMethod};
 use kvsmith::method::{Choice, Prompt, Retriever};
 use ndarray::{Array2, ArrayView2, ArrayView3, s};
 use std::rc::Rc;
@@ -77,18 +77,7 @@ pub fn cases() -> Vec<Case> {
         lead(case("sliding", f32, [2, 1, 4, 64], 500, share(0.1)), 0).model_window(300),
         // The factors of the tables pass the least that they may be.
         with_turn("decayed", f32, [1, 1, 2, 32], 100, 852, share(0.05)).with(|s| s.params.lfps_rows = 2000),
-        case("mean_std", f32, [1, 1, 4, 64], 400, share(0.1)).with(|s| {
-            s.params.lfps_threshold = Threshold::MeanStd;
-            s.params.lfps_alpha = Some(0.4);
-        }),
-        case("of_candidates", f32, [1, 2, 4, 64], 700, share(0.06))
-            .with(|s| s.params.lfps_population = Some(Population::Candidates)),
-        lead(
-            case("sliding_of_candidates", f32, [2, 1, 4, 64], 500, share(0.1)),
-            0,
-        )
-        .model_window(300)
-        .with(|s| s.params.lfps_population = Some(Population::Candidates)),
+        case("alpha", f32, [1, 1, 4, 64], 400, share(0.1)).with(|s| s.params.lfps_alpha = Some(0.4)),
     ]
 }
 

@@ -25,8 +25,6 @@ pub struct Special {
     /// Whether later sequences have fewer rows.
     varied: bool,
     layout: Layout,
-    /// Whether calibrated centroids join those of the prompt.
-    prior: bool,
     /// KV heads that are worked on at once.
     at_once: usize,
 }
@@ -38,7 +36,6 @@ pub fn cases() -> Vec<Case> {
         let special = Special {
             varied: float.is_some(),
             layout: Layout::from(Center::Median),
-            prior: false,
             at_once: 100,
         };
         let case = Case::new(name, sizes, n, 3, special);
@@ -53,7 +50,7 @@ pub fn cases() -> Vec<Case> {
     vec![
         case("llama", [1, 2, 4, 128], 2500, Some(Float::Bf16)),
         case("rows", [2, 2, 4, 64], 300, None),
-        case("batch", [2, 3, 5, 64], 400, Some(Float::F16)).with(|s| (s.at_once, s.prior) = (2, true)),
+        case("batch", [2, 3, 5, 64], 400, Some(Float::F16)).with(|s| s.at_once = 2),
         case("d80", [1, 2, 1, 80], 333, f32),
         case("d96", [2, 1, 3, 96], 260, Some(Float::Bf16)),
         // A short last group of channels.
@@ -97,7 +94,7 @@ struct Reference {
 
 impl Reference {
     /// Keys and values `[n,d]`, queries `[r,m,d]`.
-    fn of(case: &Case, rows: [ArrayView2<f32>; 2], queries: &Array3<f32>, prior: Option<&[f32]>) -> Self {
+    fn of(case: &Case, rows: [ArrayView2<f32>; 2], queries: &Array3<f32>) -> Self {
         let (layout, [keys, values]) = (case.special.layout, rows);
         let (n, d) = keys.dim();
         let mut packed = Packed::new(d, layout, n);
@@ -115,15 +112,8 @@ impl Reference {
             sign_full: layout.full,
             ..selfindex::SelfIndexParams::default()
         };
-        let mut index = match prior {
-            Some(prior) => {
-                let source = selfindex::CentroidSource::Hybrid;
-                selfindex::SelfIndex::new(&place, layout.center, source, Some(prior.to_vec()))
-            }
-            None => selfindex::SelfIndexMethod::new(&params, None, d)
-                .unwrap()
-                .head(&place),
-        };
+        let method = selfindex::SelfIndexMethod::new(&params, None, d).unwrap();
+        let mut index = method.head(&place);
         let mut kv = KvHead::new(KvType::TwoBit, d, n, layout);
         kv.prompt(keys, values, &query, seen);
         index.prefill(&Prompt {
@@ -145,7 +135,6 @@ pub fn check(driver: &dyn Driver, case: &Case) {
         varied,
         layout,
         at_once,
-        prior,
     } = case.special;
     let lens = case.lens(if varied { 7 } else { 0 });
     let keys = case.rounded(keys(&mut rng, b * g * n, d));
@@ -159,16 +148,13 @@ pub fn check(driver: &dyn Driver, case: &Case) {
     let queries = normals(&mut rng, b * g * r * m * d);
     let uploaded = upload(driver, &queries);
     let last = Queries { rows: &uploaded, m };
-    let calibrated = normals(&mut rng, g * d * 16);
-    let prior = prior.then_some(calibrated);
 
     let mut references = Vec::new();
     for at in 0..b * g {
         let own = [&keys, &values].map(|all| matrix(all, at, [n, d]).slice_move(s![..lens[at / g], ..]));
         let queries = queries[at * r * m * d..(at + 1) * r * m * d].to_vec();
         let queries = Array3::from_shape_vec((r, m, d), queries).unwrap();
-        let prior = prior.as_ref().map(|p| &p[at % g * d * 16..][..d * 16]);
-        references.push(Reference::of(case, own, &queries, prior));
+        references.push(Reference::of(case, own, &queries));
     }
 
     let prompts = Prompts::with_heads(driver, shape, at_once).unwrap();
@@ -185,15 +171,8 @@ pub fn check(driver: &dyn Driver, case: &Case) {
     assert_eq!(held_signs(&signs), held_signs(&layer.signs));
 
     let index = SelfIndex::empty(driver, shape, &case.limits).unwrap();
-    let calibrated = prior.as_deref().map(|prior| upload(driver, prior));
     prompts
-        .centroids(
-            &cache,
-            &signs,
-            calibrated.as_ref(),
-            &batch.positions,
-            &index.centroids,
-        )
+        .centroids(&cache, &signs, &batch.positions, &index.centroids)
         .unwrap();
     let centroids = index.centroids.read().unwrap();
     for (own, reference) in centroids.chunks(d * 16).zip(&references) {

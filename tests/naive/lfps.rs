@@ -1,7 +1,7 @@
 //! LFPS.
 
 use kvsmith::kv::packed::Center;
-use kvsmith::method::lfps::{Lfps, LfpsMethod, LfpsParams, Population, Threshold};
+use kvsmith::method::lfps::{Lfps, LfpsMethod, LfpsParams};
 
 use super::head::cases;
 use super::*;
@@ -14,8 +14,6 @@ pub fn check() {
             lfps_rows: pick(rng, &[1, 5, 32]),
             lfps_alpha: pick(rng, &[None, Some(0.0), Some(0.5)]),
             lfps_theta: pick(rng, &[0.85, 0.85, 0.6, 1.0]),
-            lfps_threshold: pick(rng, &[Threshold::Kurtosis, Threshold::MeanStd]),
-            lfps_population: pick(rng, &[None, Some(Population::All), Some(Population::Candidates)]),
             ..LfpsParams::default()
         };
         let program = LfpsMethod::new(&params, None).unwrap().head(place);
@@ -241,10 +239,7 @@ impl NaiveLfps {
     fn limits(&self, population: [&[f64]; 2]) -> [f64; 2] {
         let [[mean_v, sd_v, kurt_v], [mean_s, sd_s, kurt_s]] = population.map(moments);
         let alpha = self.params.lfps_alpha.unwrap_or(0.2);
-        let (share_v, share_s) = match self.params.lfps_threshold {
-            Threshold::MeanStd => (1.0, 1.0),
-            _ => (2.0 * kurt_s / (kurt_v + kurt_s), 2.0 * kurt_v / (kurt_v + kurt_s)),
-        };
+        let (share_v, share_s) = (2.0 * kurt_s / (kurt_v + kurt_s), 2.0 * kurt_v / (kurt_v + kurt_s));
         [mean_v + alpha * sd_v * share_v, mean_s + alpha * sd_s * share_s]
     }
 
@@ -256,10 +251,7 @@ impl NaiveLfps {
         let place = |table: usize, p: usize| if table == 0 { p } else { step.t - p };
         let entry = |table: usize, p: usize| tables[table].get(place(table, p)).copied().unwrap_or(0.0);
         let candidates: Vec<usize> = step.candidates.clone().collect();
-        let population = match self.params.lfps_population {
-            Some(Population::Candidates) => candidates.clone(),
-            _ => history.non_sinks(step.t),
-        };
+        let population = history.non_sinks(step.t);
         let [vertical, slash] =
             [0, 1].map(|table| population.iter().map(|p| entry(table, *p)).collect::<Vec<_>>());
         let means = [&vertical, &slash].map(|of| moments(of)[0]);
@@ -311,10 +303,7 @@ impl NaiveLfps {
             [vertical.collect(), slash.collect()]
         };
         let candidates: Vec<usize> = step.candidates.clone().collect();
-        let population = match self.params.lfps_population {
-            Some(Population::Candidates) => both(&candidates),
-            _ => both(&history.non_sinks(step.t)),
-        };
+        let population = both(&history.non_sinks(step.t));
         let [vertical, slash] = both(&candidates);
         let with = |moved| -> BTreeSet<usize> {
             let marked = self.marked([&vertical, &slash], population.each_ref().map(|t| &t[..]), moved);

@@ -17,11 +17,10 @@ pub fn check() {
             &[
                 CentroidSource::OnePass,
                 CentroidSource::Offline,
-                CentroidSource::Hybrid,
                 CentroidSource::Signs,
             ],
         );
-        let calibrated = matches!(source, CentroidSource::Offline | CentroidSource::Hybrid)
+        let calibrated = (source == CentroidSource::Offline)
             .then(|| (0..place.head_dim * 16).map(|_| noise(rng)).collect::<Vec<f32>>());
         let ranking = pick(rng, &[Ranking::Fast, Ranking::Plain]);
         let program = SelfIndex::new(place, center, source, calibrated.clone()).ranking(ranking);
@@ -157,11 +156,9 @@ impl NaiveSelfIndex {
             count => sum(e) / count as f64,
         };
         let offline = |e: usize| f64::from(self.calibrated.as_ref().unwrap()[(group * 16 + code) * 4 + e]);
-        let hybrid = |e: usize| (32.0 * offline(e) + sum(e)) / (32.0 + members.len() as f64);
         let of = |e| match self.source {
             CentroidSource::OnePass => own(e),
             CentroidSource::Offline => offline(e),
-            CentroidSource::Hybrid => hybrid(e),
             CentroidSource::Signs if code >> e & 1 == 1 => 1.0,
             CentroidSource::Signs => -1.0,
         };

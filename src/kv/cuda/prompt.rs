@@ -137,8 +137,7 @@ impl<'d> Prompts<'d> {
     }
 
     /// Computes the centroids of centred keys, `[b,g,d/4,16,4]`, into `to`: the means of the keys that
-    /// share a sign pattern. `prior`, `[g,d/4,16,4]`, counts as [`crate::method::selfindex::PSEUDO_COUNT`]
-    /// more keys. Full-precision tokens are left out, unless few others remain.
+    /// share a sign pattern. Full-precision tokens are left out, unless few others remain.
     ///
     /// # Numerics
     /// Sums are 64-bit fixed point.
@@ -146,7 +145,6 @@ impl<'d> Prompts<'d> {
         &self,
         rows: &LayerRows<'_>,
         signs: &Signs<'_>,
-        prior: Option<&Buffer<'_, f32>>,
         positions: &Positions<'_>,
         to: &Buffer<'_, f32>,
     ) -> Result<()> {
@@ -160,13 +158,11 @@ impl<'d> Prompts<'d> {
             self.rows(heads).largest(&self.largest)?;
             self.rows(heads)
                 .sign_sums(d, &self.largest, &self.sums, &self.counts)?;
-            let first = heads.at % self.shape.kv_heads;
             kernels::SignCentroids {
                 sums: self.sums.ptr(),
                 counts: self.counts.ptr(),
                 largest: self.largest.ptr(),
                 full_count: signs.full_count.ptr_at(heads.at),
-                prior: prior.map(|prior| prior.ptr_at(first * d * 16)),
                 centroids: to.ptr_at(heads.at * d * 16),
                 n: heads.n,
                 d,

@@ -12,7 +12,7 @@ use crate::error::{Error, Result};
 use crate::kv::cuda::attend::{Attention, LayerRows, Rest};
 use crate::kv::cuda::{Limits, Positions, SCAN, Selection, Shape};
 use crate::method::lfps as method;
-use crate::method::lfps::{Population, QueryHead, Threshold};
+use crate::method::lfps::{QueryHead, Threshold};
 
 /// Positions per block of the kernels that mark and score candidates.
 const SCORED: usize = 256;
@@ -92,10 +92,6 @@ pub struct Lfps<'d> {
     shape: Shape,
     limits: Limits,
     theta: f64,
-    /// Whether the thresholds are balanced: the table with the larger kurtosis gets the lower one.
-    is_balanced: bool,
-    /// The positions over which the thresholds' mean and deviation are taken.
-    population: Population,
     /// The tables by position and by distance, `[b,h,2,capacity]`, before multiplication by `factors`.
     pub tables: Buffer<'d, f32>,
     /// The common factors of the tables, `[b,h,2]`.
@@ -129,8 +125,6 @@ impl<'d> Lfps<'d> {
             shape,
             limits: *limits,
             theta: params.lfps_theta,
-            is_balanced: params.lfps_threshold == Threshold::Kurtosis,
-            population: params.population(),
             tables: Buffer::zeros(driver, "tables of attention", h * 2 * shape.capacity)?,
             factors: Buffer::of(driver, "factors of tables", &vec![1.0; h * 2])?,
             constants: Buffer::zeros(driver, "constants of heads", h * CONSTANTS)?,
@@ -250,7 +244,7 @@ impl<'d> Lfps<'d> {
         let (parts, moments) = (space.parts.ptr(), space.moments.ptr());
         let capacity = self.shape.capacity;
         let grid = self.grid(SCAN, self.query_heads());
-        let (sinks, all) = (self.sinks(), usize::from(self.population == Population::All));
+        let sinks = self.sinks();
         kernels::LfpsSums {
             tables,
             factors,
@@ -258,7 +252,6 @@ impl<'d> Lfps<'d> {
             parts,
             capacity,
             sinks,
-            all,
         }
         .launch(self.driver, grid)?;
         kernels::LfpsMoments {
@@ -269,7 +262,6 @@ impl<'d> Lfps<'d> {
             moments,
             capacity,
             sinks,
-            all,
         }
         .launch(self.driver, grid)?;
         kernels::LfpsThresholds {
@@ -280,8 +272,6 @@ impl<'d> Lfps<'d> {
             thresholds: space.thresholds.ptr(),
             blocks: grid[0],
             sinks,
-            all,
-            balanced: usize::from(self.is_balanced),
         }
         .launch(self.driver, [1, grid[1], grid[2]])
     }

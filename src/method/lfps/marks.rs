@@ -113,7 +113,7 @@ mod tests {
     use super::*;
     use crate::testing::numbers;
 
-    const RULES: [Threshold; 3] = [Threshold::Kurtosis, Threshold::MeanStd, Threshold::Budget];
+    const RULES: [Threshold; 2] = [Threshold::Kurtosis, Threshold::Budget];
 
     /// Makes entries like those of a head: most are small, few are large, some are equal.
     fn values(n: usize, seed: u32, coarse: bool) -> Vec<f32> {

@@ -1,6 +1,6 @@
 //! The parameters of lfps, as flags.
 
-use super::threshold::{Population, Threshold};
+use super::threshold::Threshold;
 
 /// The parameters of lfps.
 #[derive(Clone, Copy, Debug, clap::Args)]
@@ -24,16 +24,6 @@ pub struct LfpsParams {
     /// Rule that sets the thresholds of the tables
     #[arg(long, value_enum, default_value_t = Threshold::Kurtosis)]
     pub lfps_threshold: Threshold,
-    /// Positions over which lfps computes the mean and deviation for its thresholds (default: as calibrated, else all)
-    #[arg(long, value_enum)]
-    pub lfps_population: Option<Population>,
-}
-
-impl LfpsParams {
-    /// Returns the positions over which the thresholds' mean and deviation are taken.
-    pub fn population(&self) -> Population {
-        self.lfps_population.unwrap_or_default()
-    }
 }
 
 impl Default for LfpsParams {
@@ -44,7 +34,6 @@ impl Default for LfpsParams {
             lfps_alpha: None,
             lfps_theta: 1.0,
             lfps_threshold: Threshold::Kurtosis,
-            lfps_population: None,
         }
     }
 }

@@ -14,7 +14,7 @@ mod section;
 
 use std::sync::Arc;
 
-use super::threshold::{OFFSETS, Population};
+use super::threshold::OFFSETS;
 use crate::artifact::Artifact;
 use crate::error::Result;
 use crate::kv::static_set::SINKS;
@@ -179,8 +179,6 @@ impl HeadPrior {
 
 /// The priors of every query head.
 pub struct Priors {
-    /// The positions over which calibration took the thresholds' mean and deviation.
-    pub population: Population,
     n_heads: usize,
     heads: Vec<Arc<HeadPrior>>,
 }
@@ -199,7 +197,6 @@ impl Priors {
             .map(|((slash, vert), scalars)| Arc::new(HeadPrior::new(slash, vert, *scalars)))
             .collect();
         Ok(Self {
-            population: section::population(&section.manifest.params)?,
             n_heads: artifact.sizes.n_heads,
             heads,
         })

@@ -1,27 +1,12 @@
 //! Determines the candidates that the tables propose: thresholds and neighbours, arXiv 2506.15704, Eq. 7-9.
 
-use serde::{Deserialize, Serialize};
-
 /// How the thresholds of the tables are set.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, clap::ValueEnum)]
 pub enum Threshold {
     /// Mean + alpha deviations, weighted so that the table with the larger kurtosis gets the lower threshold.
     Kurtosis,
-    /// Mean + alpha deviations.
-    MeanStd,
     /// The threshold that gives the share of candidates the paper reports for this length and alpha.
     Budget,
-}
-
-/// The positions over which mean, deviation and kurtosis of a table are taken.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, clap::ValueEnum, Serialize, Deserialize)]
-#[serde(rename_all = "kebab-case")]
-pub enum Population {
-    /// All visible positions except the sinks; the window is included.
-    #[default]
-    All,
-    /// The candidates: visible positions outside the static set (sinks and window).
-    Candidates,
 }
 
 /// Offsets of the neighbours of a position. A neighbour becomes a candidate with the position if a table has it above
@@ -128,7 +113,6 @@ pub(super) fn thresholds(
     let even = |c: f64| (vertical.above(c), slash.above(c));
     match rule {
         Threshold::Kurtosis => balanced(vertical, slash, alpha),
-        Threshold::MeanStd => even(alpha),
         Threshold::Budget => {
             let wanted = ((paper_share(n_visible, alpha) * n_visible as f64) as usize).max(1);
             // More deviations give fewer candidates, so a bisection finds the smallest number of deviations that fits.

@@ -131,7 +131,7 @@ impl SignFit {
 /// Eq. 4.
 pub fn centroids(sums: SignSums) -> (Vec<f16>, Vec<u64>) {
     let sums = PatternSums::from(sums);
-    let values = sums.centroids(None).into_iter().map(f16::from_f64);
+    let values = sums.centroids().into_iter().map(f16::from_f64);
     (values.collect(), sums.counts)
 }
 

@@ -6,8 +6,6 @@ pub const SECTION: &str = "sign";
 pub const GROUP: usize = 4;
 /// Patterns per group of channels.
 pub const PATTERNS: usize = 1 << GROUP;
-/// How many keys of the prompt a calibrated centroid counts as.
-pub const PSEUDO_COUNT: f64 = 32.0;
 
 /// Returns 1 if bit `e` of a pattern is set, else -1.
 pub(super) fn sign(pattern: usize, e: usize) -> f64 {

@@ -9,8 +9,6 @@ pub enum CentroidSource {
     OnePass,
     /// From the artifact alone.
     Offline,
-    /// From the prompt, with the artifact's centroids counted as 32 additional keys.
-    Hybrid,
     /// No centroids: only the sign of each channel counts (ablation).
     Signs,
 }
@@ -20,7 +18,7 @@ pub enum CentroidSource {
 #[group(skip)]
 #[command(next_help_heading = "Method selfindex, and 2-bit caches")]
 pub struct SelfIndexParams {
-    /// Source of the centroids; offline and hybrid need an artifact with the section `sign`
+    /// Source of the centroids; offline needs an artifact with the section `sign`
     #[arg(long, value_enum, default_value_t = CentroidSource::OnePass)]
     pub sign_centroids: CentroidSource,
     /// For selfindex and --kv 2bit: value that is subtracted from each channel of the keys before their signs are

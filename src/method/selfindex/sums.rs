@@ -1,7 +1,7 @@
 //! Sums of centred keys by sign pattern, and the centroids that follow from them.
 
 use super::fit::pattern;
-use super::groups::{GROUP, PATTERNS, PSEUDO_COUNT, sign};
+use super::groups::{GROUP, PATTERNS, sign};
 use crate::compute::device::SignSums;
 
 /// The sums that a pass over keys collects.
@@ -39,17 +39,15 @@ impl PatternSums {
         self.keys += 1;
     }
 
-    /// Returns the centroids, `[d/4,16,4]`. A centroid of `prior` counts as [`PSEUDO_COUNT`] keys of its pattern.
-    /// Without a prior, a pattern that no key has gets plus or minus the mean magnitude of its channels.
-    pub(super) fn centroids(&self, prior: Option<&[f32]>) -> Vec<f64> {
+    /// Returns the centroids, `[d/4,16,4]`. A pattern that no key has gets plus or minus the mean magnitude of its
+    /// channels.
+    pub(super) fn centroids(&self) -> Vec<f64> {
         let cell = |i: usize| {
             let (cell, e) = (i / GROUP, i % GROUP);
             let (group, p) = (cell / PATTERNS, cell % PATTERNS);
-            let count = self.counts[cell] as f64;
-            match prior {
-                Some(prior) => (PSEUDO_COUNT * f64::from(prior[i]) + self.sums[i]) / (PSEUDO_COUNT + count),
-                None if count > 0.0 => self.sums[i] / count,
-                None => sign(p, e) * self.magnitude[group * GROUP + e] / self.keys.max(1) as f64,
+            match self.counts[cell] {
+                0 => sign(p, e) * self.magnitude[group * GROUP + e] / self.keys.max(1) as f64,
+                count => self.sums[i] / count as f64,
             }
         };
         (0..self.sums.len()).map(cell).collect()

@@ -6,13 +6,12 @@ use std::ops::Range;
 use rayon::prelude::*;
 
 use super::super::constants::{GAMMA, LOCAL};
-use super::super::threshold::{Population, TableStats, balanced, expanded};
+use super::super::threshold::{TableStats, balanced, expanded};
 use super::fit::{SampledHead, softmax};
 use super::sample::Tile;
 use super::{ALPHAS, GAMMAS, HISTORY, LAGS, MIN_TOP_K, SHARE, TOP_DIVISOR};
 use crate::compute::attention::visible;
 use crate::compute::simd;
-use crate::kv::static_set::WINDOW;
 
 /// The smallest mass whose logarithm is taken; a smaller mass counts as this one.
 pub const MASS_FLOOR: f64 = 1e-6;
@@ -95,8 +94,6 @@ struct AnchorWeights {
     seen: Vec<Range<usize>>,
     /// Number of positions that the anchor sees, sinks included.
     n_visible: usize,
-    /// How many of the non-sinks, from the first on, give the thresholds' mean and deviation.
-    population: usize,
 }
 
 impl AnchorWeights {
@@ -114,16 +111,11 @@ impl AnchorWeights {
             softmax(&mut line[own.clone()]);
             seen.push(own);
         }
-        let n = seen[HISTORY].len();
         Self {
             weights,
             width: span.len(),
             seen,
             n_visible: visible(p, head.window).len(),
-            population: match head.population {
-                Population::All => n,
-                Population::Candidates => n.saturating_sub(WINDOW),
-            },
         }
     }
 
@@ -191,9 +183,7 @@ impl AnchorWeights {
         let (vertical, slash) = (wide(vertical), wide(slash));
         let k = (self.n_visible / TOP_DIVISOR).max(MIN_TOP_K).min(weights.len());
         let best = top(weights, k);
-        let population = ..self.population;
-        let of_vertical = TableStats::of(&vertical[population]);
-        let of_slash = TableStats::of(&slash[population]);
+        let (of_vertical, of_slash) = (TableStats::of(&vertical), TableStats::of(&slash));
         let weight = |i: &u32| f64::from(weights[*i as usize]);
         let all: f64 = best.iter().map(weight).sum();
         ALPHAS.map(|alpha| {

@@ -7,7 +7,6 @@ use rayon::prelude::*;
 use serde_json::{Map, Value};
 
 use super::super::constants::LOCAL;
-use super::super::threshold::Population;
 use super::anchors::{self, Dynamic};
 use super::sample::{Sample, TILE, Tile};
 use super::section::{self, LfpsSection};
@@ -29,8 +28,6 @@ const SUM_TILE: usize = 256;
 /// on the number of threads.
 pub(super) struct PriorsFit {
     pub sample: Sample,
-    /// The positions over which the thresholds' mean and deviation are taken.
-    pub population: Population,
 }
 
 impl Fit for PriorsFit {
@@ -39,7 +36,7 @@ impl Fit for PriorsFit {
     }
 
     fn params(&self) -> Result<Map<String, Value>> {
-        section::manifest(self.population)
+        section::manifest()
     }
 
     fn query_rows(&self) -> &[usize] {
@@ -75,7 +72,6 @@ impl Fit for PriorsFit {
                     queries: queries.view(),
                     sample: &self.sample,
                     window: states.window,
-                    population: self.population,
                 };
                 let at = |e: Error| e.context(format!("priors of query head {query_head}"));
                 fits.push(fit_head(&head).map_err(at)?);
@@ -118,8 +114,6 @@ pub(super) struct SampledHead<'a> {
     pub queries: ArrayView2<'a, f32>,
     pub sample: &'a Sample,
     pub window: Option<usize>,
-    /// The positions over which the thresholds' mean and deviation are taken.
-    pub population: Population,
 }
 
 impl SampledHead<'_> {
@@ -354,7 +348,6 @@ mod tests {
                 queries: queries.view(),
                 sample: &sample,
                 window,
-                population: Population::All,
             };
             let rows = TileSums::of(&head, &sample.tiles[0]).rows;
             assert_eq!(rows.len(), 7);

@@ -1,6 +1,6 @@
 //! The section `lfps`: the priors of every query head.
 
-use clap::{ArgMatches, Args, Command, FromArgMatches};
+use clap::ArgMatches;
 use serde::Deserialize;
 use serde_json::{Map, Value, json};
 
@@ -8,23 +8,18 @@ use super::super::constants::{GAMMA, LOCAL};
 use super::fit::PriorsFit;
 use super::sample::Sample;
 use super::{
-    ALPHAS, EXACT, GAMMAS, HISTORY, LAGS, MIN_TOP_K, OFFSETS, Population, RELATIVE, SECTION, SHARE,
+    ALPHAS, EXACT, GAMMAS, HISTORY, LAGS, MIN_TOP_K, OFFSETS, RELATIVE, SECTION, SHARE,
     STRUCTURAL_END, THETAS, TOP_DIVISOR, anchors, sample, slash_start,
 };
 use crate::artifact::{
     Column, Facts, Fit, FitInput, HeadReport, MomentsRead, SectionKind, SectionView, object, share, table,
 };
 use crate::error::{Error, Result};
-use crate::kv::static_set::{SINKS, WINDOW};
+use crate::kv::static_set::SINKS;
 use crate::method::weak::worst_of;
 use crate::model::Sizes;
 use crate::progress::Log;
 use crate::store::Spec;
-
-/// The parameter that says which positions give the thresholds' mean and deviation.
-const POPULATION: &str = "population";
-/// The parameters that sections written by earlier versions lack.
-const LATER: [&str; 2] = [POPULATION, "population_window"];
 
 /// Mean mass per offset bucket.
 pub const SLASH: &str = "lfps.slash";
@@ -33,32 +28,8 @@ pub const VERT: &str = "lfps.vert";
 /// The named scalars.
 pub const SCALARS: &str = "lfps.scalars";
 
-/// The flags of the fit.
-#[derive(Clone, Copy, Debug, Default, clap::Args)]
-#[group(skip)]
-#[command(next_help_heading = "Section lfps")]
-pub struct PriorsParams {
-    /// Positions over which lfps computes the mean and deviation for its thresholds
-    #[arg(long, value_enum, default_value_t = Population::All)]
-    pub lfps_population: Population,
-}
-
-/// Reads the population of the thresholds from the section's parameters. A section without this parameter was made
-/// before there was a choice, with [`Population::All`].
-pub fn population(params: &Map<String, Value>) -> Result<Population> {
-    let recorded = params.get(POPULATION).map(Population::deserialize);
-    let invalid = |_| {
-        Error::failed(format!("`sections.lfps.{POPULATION}` is not valid"))
-            .hint("recreate the section with this version of kvsmith")
-    };
-    recorded
-        .transpose()
-        .map_err(invalid)
-        .map(Option::unwrap_or_default)
-}
-
 /// Returns the section's parameters for the manifest.
-pub fn manifest(population: Population) -> Result<Map<String, Value>> {
+pub fn manifest() -> Result<Map<String, Value>> {
     object(&json!({
         "sinks": SINKS,
         "rope_space": "post",
@@ -82,8 +53,6 @@ pub fn manifest(population: Population) -> Result<Map<String, Value>> {
         "alpha_share": SHARE,
         "k_share": SHARE,
         "threshold": "kurt_balanced",
-        "population": population,
-        "population_window": WINDOW,
         "expansion": OFFSETS,
         "thetas": THETAS,
         "lags": LAGS,
@@ -160,25 +129,20 @@ impl SectionKind for LfpsSection {
         }
     }
 
-    fn flags(&self, command: Command) -> Command {
-        PriorsParams::augment_args(command)
-    }
-
-    fn fit(&self, flags: &ArgMatches, input: &FitInput) -> Result<Box<dyn Fit>> {
-        let params = PriorsParams::from_arg_matches(flags).map_err(|e| Error::usage(e.to_string()))?;
+    fn fit(&self, _: &ArgMatches, input: &FitInput) -> Result<Box<dyn Fit>> {
         let sample = Sample::new(input.block_start, input.kept);
         warn_if_short(&sample, input.log);
-        Ok(Box::new(PriorsFit {
-            sample,
-            population: params.lfps_population,
-        }))
+        Ok(Box::new(PriorsFit { sample }))
     }
 
     /// Refuses parameters of another version, whose buckets or scalars may have another meaning.
     fn specs(&self, params: &Map<String, Value>, sizes: Sizes) -> Result<Vec<Spec>> {
-        for (name, value) in manifest(population(params)?)? {
-            let is_earlier = LATER.contains(&&name[..]) && !params.contains_key(&name);
-            if params.get(&name) != Some(&value) && !is_earlier {
+        // Earlier versions could take mean and deviation over the candidates alone.
+        if let Some(population) = params.get("population").filter(|of| **of != json!("all")) {
+            return Err(self.removed("population", population));
+        }
+        for (name, value) in manifest()? {
+            if params.get(&name) != Some(&value) {
                 return Err(Error::failed(format!("`sections.lfps.{name}` is not valid"))
                     .hint("recreate the section with this version of kvsmith"));
             }

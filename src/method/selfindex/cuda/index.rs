@@ -4,7 +4,6 @@ use rand::{Rng, SeedableRng};
 use rand_chacha::ChaCha8Rng;
 
 use super::SelfIndex;
-use crate::compute::cuda::buffer::Buffer;
 use crate::error::{Error, Result};
 use crate::kv::cuda::cache::LayerCache;
 use crate::kv::cuda::signs::{FULL, Signs};
@@ -16,7 +15,7 @@ use crate::method::bench::Contents;
 use crate::method::cuda::{
     CudaIndex, CudaMethod, CudaNeeds, CudaStep, Indexes, OnDevice, WholePrompt, each_layer,
 };
-use crate::method::selfindex::{Centroids, SelfIndexMethod, centroid_bytes};
+use crate::method::selfindex::{SelfIndexMethod, centroid_bytes};
 
 /// The index of a layer.
 struct SignIndex<'d> {
@@ -26,9 +25,8 @@ struct SignIndex<'d> {
     /// The layout that applies if the index has signs of its own. It keeps no full-precision tokens, because such a
     /// cache rounds nothing.
     layout: Layout,
-    /// `Some` if the centroids come from the prompt; its content is the artifact's centroids to add to them,
-    /// `[g,d/4,16,4]`.
-    fit: Option<Option<Buffer<'d, f32>>>,
+    /// Whether the centroids come from the prompt.
+    is_fitted: bool,
 }
 
 impl CudaMethod for SelfIndexMethod {
@@ -44,21 +42,18 @@ impl CudaMethod for SelfIndexMethod {
                 _ => Some(Signs::new(driver, shape)?),
             };
             let centroids = self.centroids(layer, shape.kv_heads, shape.head_dim);
-            let (index, fit) = match centroids {
-                Centroids::Fixed(values) => (SelfIndex::new(driver, shape, limits, &values)?, None),
-                Centroids::Prompt(prior) => {
-                    let prior = prior.map(|values| Buffer::of(driver, "centroids of signs", &values));
-                    (SelfIndex::empty(driver, shape, limits)?, Some(prior.transpose()?))
-                }
+            let index = match &centroids {
+                Some(values) => SelfIndex::new(driver, shape, limits, values)?,
+                None => SelfIndex::empty(driver, shape, limits)?,
             };
             Ok(SignIndex {
                 signs,
                 index,
+                is_fitted: centroids.is_none(),
                 layout: Layout {
                     full: 0,
                     ..self.layout()
                 },
-                fit,
             })
         })
     }
@@ -88,13 +83,10 @@ impl CudaIndex for SignIndex<'_> {
         if let Some(signs) = &self.signs {
             prompts.signs(rows, prompt.queries, self.layout, positions, signs)?;
         }
-        match &self.fit {
-            Some(prior) => {
-                let (signs, to) = (self.signs(prompt.cache)?, &self.index.centroids);
-                prompts.centroids(rows, signs, prior.as_ref(), positions, to)
-            }
-            None => Ok(()),
+        if self.is_fitted {
+            prompts.centroids(rows, self.signs(prompt.cache)?, positions, &self.index.centroids)?;
         }
+        Ok(())
     }
 
     fn append(&self, keys: Rotated<'_>, positions: &Positions<'_>) -> Result<()> {
@@ -140,7 +132,7 @@ pub(in crate::method::selfindex) fn random<'d>(
             signs: Some(signs),
             index: SelfIndex::new(driver, shape, limits, &centroids)?,
             layout: Layout::from(Center::Median),
-            fit: None,
+            is_fitted: false,
         })
     })
 }
