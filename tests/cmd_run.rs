@@ -284,7 +284,7 @@ fn extreme_flags() {
     const CASES: &str = "
         ctkvr     | --ct-probes 4096
         ctkvr     | --ct-probes 18446744073709551615 --ct-centroids 18446744073709551615
-        ctkvr     | --ct-cap 1e-300 --ct-update 18446744073709551615
+        ctkvr     | --ct-centroids 1 --ct-update 18446744073709551615
         ctkvr     | --budget 999999999999999
         lfps      | --lfps-rows 4294967295 --lfps-prior 1e308 --lfps-alpha 1e308
         lfps      | --lfps-rows 0 --lfps-alpha 0 --lfps-theta 1e-300
@@ -296,7 +296,8 @@ fn extreme_flags() {
         selfindex | --sign-full 0 --kv 2bit --plain-keys
         selfindex | --sign-full 4294967295 --kv 2bit --sign-centroids signs
         ctkvr     | --ct-choose even
-        ctkvr     | --ct-list 1e308 --ct-cap 1
+        ctkvr     | --ct-list 1e308
+        ctkvr     | --ct-list 1e308 --ct-centroids 4096
         ctkvr     | --ct-choose random --ct-centroids 1
         quest     | --budget 16 --sinks 0 --window 1
         snapkv    | --budget 2 --sinks 0 --window 1
@@ -313,8 +314,7 @@ fn extreme_flags() {
     }
     for options in [
         "--ct-probes 0",
-        "--ct-cap 0",
-        "--ct-cap 1.5",
+        "--ct-centroids 0",
         "--lfps-theta nan",
         "--lfps-alpha -1",
         "--lfps-rows 1e3",

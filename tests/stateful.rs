@@ -100,7 +100,6 @@ fn ctkvr_recalls_everything_where_its_lists_hold_everything() {
         ct_centroids: Some(40),
         ct_probes: 40,
         ct_update: 1,
-        ct_cap: 1.0,
         ..CtkvrParams::default()
     };
     // rho = 2.5 * 0.4 n = n.
@@ -237,7 +236,6 @@ fn golden_bytes_of_ctkvr_lists() {
     let place = place(1, d, Budget::Count(1024));
     let params = CtkvrParams {
         ct_centroids: Some(512),
-        ct_cap: 1.0,
         ..CtkvrParams::default()
     };
     let mut ctkvr = Ctkvr::new(&place, &params);

@@ -18,7 +18,7 @@ pub struct Removed {
 }
 
 /// Everything that was removed.
-pub static REMOVED: [Removed; 4] = [
+pub static REMOVED: [Removed; 6] = [
     Removed {
         commands: &["calibrate", "plan", "codebook"],
         option: "--init",
@@ -42,6 +42,18 @@ pub static REMOVED: [Removed; 4] = [
         option: "--lfps-population",
         value: None,
         instead: "leave it out: the thresholds are over all positions but the sinks, as with `all`",
+    },
+    Removed {
+        commands: &["run", "eval"],
+        option: "--ct-expand",
+        value: None,
+        instead: "use --ct-list F for longer lists: they hold the heaviest positions alone",
+    },
+    Removed {
+        commands: &["run", "eval"],
+        option: "--ct-cap",
+        value: None,
+        instead: "use --ct-centroids C: a given number of query centroids may take as many bytes as the cache",
     },
 ];
 

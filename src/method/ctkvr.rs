@@ -14,13 +14,12 @@ pub mod cuda;
 pub mod params;
 
 use std::collections::VecDeque;
-use std::ops::Range;
 
 use half::f16;
 use half::slice::HalfFloatSliceExt;
 use ndarray::{Array2, ArrayView2, Axis, s};
 
-use super::best::{Places, best_positions, by_score, largest};
+use super::best::{Places, best_positions, largest};
 use super::cuda::CudaMethod;
 use super::declaration::Declaration;
 use super::{Choice, Method, Place, Prompt, Reads, Retriever, Step, everything, except, softmax};
@@ -36,6 +35,8 @@ pub const FRESH: usize = 256;
 const MOST_CENTROIDS: usize = 2048;
 /// Prompt tokens per centroid.
 const TOKENS_PER_CENTROID: usize = 16;
+/// The largest size of the index by default, and with a given number of centroids, as shares of the cache's bytes.
+const MOST_BYTES: [f64; 2] = [0.1, 1.0];
 /// Prompt queries whose scores are computed together.
 const TILE: usize = 32;
 
@@ -101,16 +102,20 @@ impl Ctkvr {
     }
 
     /// Returns the number of centroids, C, for a cache of `n` positions: the requested number, reduced to stay within
-    /// the cap on the index, but at least one.
+    /// [`MOST_BYTES`], but at least one.
     pub fn capacity(&self, n: usize) -> usize {
         let (r, d) = (self.place.group, self.place.head_dim);
         let by_length = (n / TOKENS_PER_CENTROID)
             .max(self.params.ct_probes)
             .min(MOST_CENTROIDS);
-        let wanted = self.params.ct_centroids.unwrap_or(by_length);
+        let [by_default, given] = MOST_BYTES;
+        let (wanted, share) = match self.params.ct_centroids {
+            Some(count) => (count, given),
+            None => (by_length, by_default),
+        };
         let seen = visible(n.max(1) - 1, self.place.model_window).len();
         let bytes = self.list_len(seen).saturating_mul(4).saturating_add(2 * r * d);
-        let allowed = self.params.ct_cap * (n * self.place.kv.bytes_per_position(d)) as f64;
+        let allowed = share * (n * self.place.kv.bytes_per_position(d)) as f64;
         wanted.min((allowed / bytes as f64) as usize).max(1)
     }
 
@@ -161,15 +166,6 @@ impl Ctkvr {
         union.ascending(c.start as u32)
     }
 
-    /// Returns the list, of length `len`, for a centroid whose query gives these weights to `positions`, which are
-    /// ascending and within `range`.
-    fn list(&self, positions: &[u32], weights: &[f32], range: Range<usize>, len: usize) -> Vec<u32> {
-        match self.params.ct_expand {
-            1 => heaviest(positions, weights, len),
-            _ => with_successors(positions, weights, range, len),
-        }
-    }
-
     /// Returns whether this step becomes a centroid.
     fn is_update(&self, step: &Step) -> bool {
         self.params.ct_update > 0 && step.step.is_multiple_of(self.params.ct_update)
@@ -178,7 +174,7 @@ impl Ctkvr {
     /// Makes a centroid of a step whose query gives these softmax weights to `positions`.
     fn update(&mut self, step: &Step, positions: &[u32], weights: &[f32]) {
         let len = self.list_len(step.visible.len());
-        let list = self.list(positions, weights, step.candidates.clone(), len);
+        let list = heaviest(positions, weights, len);
         let capacity = self.capacity(step.visible.end).max(self.centroids.len());
         self.push(step.q_rope, list, capacity);
     }
@@ -208,31 +204,6 @@ fn unit_rows(q: ArrayView2<f32>) -> Vec<f32> {
 fn heaviest(positions: &[u32], weights: &[f32], count: usize) -> Vec<u32> {
     let places = largest(weights, count).into_iter();
     places.map(|i| positions[i as usize]).collect()
-}
-
-/// Returns as many positions as [`heaviest`], ascending: first the heavier half of those that [`heaviest`] returns;
-/// then the successors of this half, the heaviest position's first, as far as they lie within `range`, are new and
-/// there is room; then the next heaviest positions.
-fn with_successors(positions: &[u32], weights: &[f32], range: Range<usize>, count: usize) -> Vec<u32> {
-    let mut ranked: Vec<(f32, u32)> = largest(weights, count)
-        .into_iter()
-        .map(|i| (weights[i as usize], positions[i as usize]))
-        .collect();
-    ranked.sort_unstable_by(by_score);
-    let (half, others) = ranked.split_at(ranked.len().div_ceil(2));
-    let mut list = Places::new(range.len());
-    half.iter()
-        .for_each(|(_, p)| list.insert(*p as usize - range.start));
-    let mut room = others.len();
-    let successors = half.iter().map(|(_, p)| p + 1);
-    for p in successors.chain(others.iter().map(|(_, p)| *p)) {
-        let is_new = range.contains(&(p as usize)) && !list.contains(p as usize - range.start);
-        if room > 0 && is_new {
-            list.insert(p as usize - range.start);
-            room -= 1;
-        }
-    }
-    list.ascending(range.start as u32)
 }
 
 impl Retriever for Ctkvr {
@@ -272,8 +243,8 @@ impl Retriever for Ctkvr {
             for (&i, weights) in tile.iter().zip(weights.rows()) {
                 let listed = own(i).start.max(sinks)..own(i).end.min(window);
                 let positions: Vec<u32> = listed.clone().map(|p| p as u32).collect();
-                let row: Vec<f32> = listed.clone().map(|p| weights[p - seen.start]).collect();
-                let list = self.list(&positions, &row, listed, self.list_len(own(i).len()));
+                let row: Vec<f32> = listed.map(|p| weights[p - seen.start]).collect();
+                let list = heaviest(&positions, &row, self.list_len(own(i).len()));
                 self.push(prompt.q_rope.slice(s![.., i, ..]), list, capacity);
             }
         }
@@ -357,24 +328,6 @@ impl Retriever for Ctkvr {
 mod tests {
     use super::*;
     use crate::kv::{Budget, KvType};
-
-    #[test]
-    fn successors_take_the_place_of_the_lighter_half() {
-        let positions = [10, 11, 12, 15, 20, 21, 29];
-        let weights = [0.1, 0.5, 0.2, 0.4, 0.3, 0.05, 0.6];
-        let list = |count| with_successors(&positions, &weights, 10..30, count);
-        // 29 and 11 are the heavier half. The successor of 29, 30, is out of range; that of 11, 12, is not.
-        assert_eq!(list(3), [11, 12, 29]);
-        // 29, 11 and 15, then their successors 12 and 16.
-        assert_eq!(list(5), [11, 12, 15, 16, 29]);
-        // 29, 11 and 15, then their successors 12 and 16, then the next heaviest.
-        assert_eq!(list(6), [11, 12, 15, 16, 20, 29]);
-        // All seven positions would fit: the heaviest four, then their successors 12, 16 and 21.
-        assert_eq!(list(9), [11, 12, 15, 16, 20, 21, 29]);
-        assert_eq!(list(1), [29]);
-        assert!(list(0).is_empty());
-        assert!(with_successors(&[], &[], 5..5, 4).is_empty());
-    }
 
     #[test]
     fn the_cap_follows_the_type_of_the_cache() {

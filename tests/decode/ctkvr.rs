@@ -60,7 +60,7 @@ pub fn cases() -> Vec<Case> {
         // Lists of several pieces, more centroids than a tile, positions of several blocks.
         case("long", Float::F16, [1, 1, 2, 64], &[[4300, 3]], share(0.12)).with(|s| {
             let p = &mut s.params;
-            (p.ct_centroids, p.ct_cap, p.ct_probes) = (Some(270), 1.0, 3);
+            (p.ct_centroids, p.ct_probes) = (Some(270), 3);
         }),
         case("sliding", Float::Bf16, [2, 1, 4, 64], &[[400, 8]], share(0.1)).model_window(300),
         // More probes than centroids.

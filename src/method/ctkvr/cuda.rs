@@ -84,11 +84,6 @@ impl<'d> CtkvrWorkspace<'d> {
     /// # Errors
     /// Sizes or lists that the kernels do not support; out of memory.
     pub fn new(at: OnDevice<'d>, limits: &Limits, params: &CtkvrParams) -> Result<Self> {
-        if params.ct_expand > 1 {
-            return Err(Error::failed(
-                "CUDA: --ct-expand 2 is not supported, use --ct-expand 1",
-            ));
-        }
         let (driver, shape) = (at.driver, at.shape.checked()?);
         let sizes = cpu::Ctkvr::new(&at.place(0, 0, limits), params);
         let (heads, capacity) = (shape.heads(), shape.capacity);

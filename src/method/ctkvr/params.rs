@@ -51,7 +51,9 @@ impl Choose {
 #[group(skip)]
 #[command(next_help_heading = "Method ctkvr")]
 pub struct CtkvrParams {
-    /// Number of query centroids (default: one per 16 positions, at least --ct-probes and at most 2048)
+    /// Number of query centroids, as far as the index is not larger than the KV cache (default: one per 16 positions, at
+    /// least --ct-probes and at most 2048, as far as the index takes at most a tenth of the bytes of the cache in its own
+    /// type (--kv))
     #[arg(long, value_name = "C", value_parser = crate::flags::at_least_one)]
     pub ct_centroids: Option<usize>,
     /// Number of query centroids whose lists a step recalls
@@ -60,20 +62,12 @@ pub struct CtkvrParams {
     /// Turn the query of every Nth decode step into a query centroid; 0 = never
     #[arg(long, value_name = "N", default_value_t = 1)]
     pub ct_update: usize,
-    /// Maximum size of the index, as a share (above 0, at most 1) of the KV cache in its own type (--kv): with bf16,
-    /// half as many query centroids fit as with f32
-    #[arg(long, value_name = "F", default_value_t = 0.1, value_parser = crate::flags::share)]
-    pub ct_cap: f64,
     /// Prompt queries that become query centroids
     #[arg(long, value_enum, default_value_t = Choose::Last)]
     pub ct_choose: Choose,
     /// Length of each query centroid's list, as a multiple of the budget (at least 1)
     #[arg(long, value_name = "F", default_value_t = LIST_PER_BUDGET, value_parser = list_per_budget)]
     pub ct_list: f64,
-    /// Contents of each list: 1 = the heaviest positions; 2 = keep the heavier half of the list, and fill the rest with
-    /// the position after each. The length stays the same; 2 runs on the CPU only
-    #[arg(long, value_name = "1|2", default_value_t = 1, value_parser = clap::value_parser!(u8).range(1..=2))]
-    pub ct_expand: u8,
     /// Keep the query centroids of the first prompt: queries of later prompts do not become centroids (ablation)
     #[arg(long)]
     pub ct_keep: bool,
@@ -85,10 +79,8 @@ impl Default for CtkvrParams {
             ct_centroids: None,
             ct_probes: 4,
             ct_update: 1,
-            ct_cap: 0.1,
             ct_choose: Choose::Last,
             ct_list: LIST_PER_BUDGET,
-            ct_expand: 1,
             ct_keep: false,
         }
     }

@@ -19,7 +19,7 @@ struct QueryIndex<'d> {
 
 impl CudaMethod for CtkvrParams {
     fn serves(&self, needs: &CudaNeeds) -> bool {
-        needs.has_rows_on_device() && self.ct_expand == 1
+        needs.has_rows_on_device()
     }
 
     fn indexes<'d>(&self, at: OnDevice<'d>, limits: &[Limits]) -> Result<Indexes<'d>> {
