@@ -3,8 +3,8 @@
     python equal_time.py KVSMITH REAL [--blocks 20]
 
 REAL is the folder in which `make results` ran: its artifact is used, and its dump, to which two more sections are fitted. For
-`wpq` with codes of 64 bits in three forms (two stages of 8 groups of 16 words, the same around the mean of the keys, one
-stage of 8 groups of 256 words), for `selfindex` and for `a2ats` with 1,024 codewords, the script measures at every budget
+`wpq` with codes of 64 bits in three forms (two stages of 8 groups of 16 words, the same around the mean of the keys, two
+stages of 4 groups of 256 words), for `selfindex` and for `a2ats` with 1,024 codewords, the script measures at every budget
 
 - the time that the choice and the attention of one layer take: `bench attend` on random data, with the model's heads, 8,192
   positions and one thread; the least of five medians of 50 runs;
@@ -28,12 +28,12 @@ from results import Results  # noqa: E402
 
 BUDGETS = (0.015, 0.03, 0.06, 0.12, 0.24)
 CONTEXT, SHAPE, STEPS, TURNS = 8192, "9/3x64", 16, 5
-WIDE = ("--wpq-words", "256", "--wpq-stages", "1")
+WIDE = ("--wpq-words", "256")
 # Label, method, name of the artifact, flags of `bench`.
 FORMS = (
     ("wpq, 16 words, two stages", "wpq", "main", ()),
     ("the same around the mean", "wpq", "wpq-mean", ("--wpq-center", "mean")),
-    ("wpq, 256 words, one stage", "wpq", "wpq-256", WIDE),
+    ("wpq, 256 words", "wpq", "wpq-256", WIDE),
     ("selfindex", "selfindex", "main", ()),
     ("a2ats, 1,024 codewords", "a2ats", "main", ("--size", "1024")),
 )

@@ -127,7 +127,7 @@ def runs():
     ]
     options += [f"--method selfindex --sign-centroids {kind}" for kind in ["one-pass", "offline", "signs"]]
     options += [f"--method selfindex {more}" for more in ["--sign-full 0", "--kv 2bit --plain-keys", "--sign-centroids one-pass --center mean"]]
-    lfps = ["--lfps-rows 0", "--lfps-prior 0", "--lfps-alpha 1", "--lfps-theta 0.2", "--lfps-threshold mean-std", "--lfps-threshold budget"]
+    lfps = ["--lfps-rows 0", "--lfps-prior 0", "--lfps-alpha 1", "--lfps-theta 0.2", "--lfps-threshold budget"]
     options += [f"--method lfps {more}" for more in lfps]
     ctkvr = ["--ct-centroids 8", "--ct-probes 1", "--ct-update 0", "--ct-update 4", "--ct-list 2", "--ct-keep"]
     options += [f"--method ctkvr {more}" for more in ctkvr + [f"--ct-choose {kind}" for kind in ["even", "first", "random"]]]

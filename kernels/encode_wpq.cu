@@ -1,9 +1,9 @@
 // Product-quantised codes of keys: `HeadCodebook::encode` of src/method/wpq/codebook.rs, in f32.
 //
-// A stage has m groups of dim channels, and a group has WORDS words, 16 or 256: words `[g,stages,m,dim,WORDS]` in f16,
-// norms `[g,stages,m,WORDS]`, half of the words' squared norms. A code holds the numbers of the nearest words in the
+// A stage has m groups of dim channels, and a group has WORDS words, 16 or 256: words `[g,STAGES,m,dim,WORDS]` in f16,
+// norms `[g,STAGES,m,WORDS]`, half of the words' squared norms. A code holds the numbers of the nearest words in the
 // order of the groups, in width bytes per stage; of two 4-bit numbers in a byte, the first is in the low bits. codes
-// `[stages,b,g,capacity,width]`.
+// `[STAGES,b,g,capacity,width]`.
 //
 // A block projects ENCODED keys, so that it reads the map once for all of them. Then each warp takes one byte of one
 // code at a time. The warp's lanes share the words of the byte's group; with 16 words a byte has two groups, and each
@@ -77,7 +77,7 @@ DEVICE float mean_at(const float* arcs, const float* turns, u32 p, u32 c, u32 d)
 #define ENCODE_PARAMETERS                                                                                       \
     const float *keys, const float *key_maps, const float *means, OPTIONAL const float *arcs,                   \
         OPTIONAL const float *turns, const u16 *words, const float *norms, const u32 *lens, u8 *codes,          \
-        u32 stages, u32 groups, u32 dim, u32 n, u32 d, u32 capacity
+        u32 groups, u32 dim, u32 n, u32 d, u32 capacity
 template <u32 WORDS>
 DEVICE void encode_keys(ENCODE_PARAMETERS) {
     SHARED(float, x, ENCODED * KEY_CHANNELS);
@@ -98,8 +98,8 @@ DEVICE void encode_keys(ENCODE_PARAMETERS) {
     for (u32 i = warp(); i < count * width; i += 8) {
         u32 row = i / width, byte = i % width, group = WORDS == 16 ? 2 * byte + lane() / 16 : byte;
         const u16* before = 0;
-        for (u32 stage = 0; stage < stages; stage++) {
-            u64 table = ((u64)blockIdx.y * stages + stage) * groups + group;
+        for (u32 stage = 0; stage < STAGES; stage++) {
+            u64 table = ((u64)blockIdx.y * STAGES + stage) * groups + group;
             const u16* own = words + table * dim * WORDS;
             const float* from = z + row * channels + group * dim;
             u32 code = nearest_word<WORDS>(from, own, norms + table * WORDS, before, dim);
@@ -112,9 +112,9 @@ DEVICE void encode_keys(ENCODE_PARAMETERS) {
 
 KERNEL(256, 2, encode_keys_16, ENCODE_PARAMETERS) {
     wait_for_earlier();
-    encode_keys<16>(keys, key_maps, means, arcs, turns, words, norms, lens, codes, stages, groups, dim, n, d, capacity);
+    encode_keys<16>(keys, key_maps, means, arcs, turns, words, norms, lens, codes, groups, dim, n, d, capacity);
 }
 KERNEL(256, 2, encode_keys_256, ENCODE_PARAMETERS) {
     wait_for_earlier();
-    encode_keys<256>(keys, key_maps, means, arcs, turns, words, norms, lens, codes, stages, groups, dim, n, d, capacity);
+    encode_keys<256>(keys, key_maps, means, arcs, turns, words, norms, lens, codes, groups, dim, n, d, capacity);
 }

@@ -1,4 +1,4 @@
-// The second stage of whitened product quantisation: `Scratch::all_stages` of src/method/wpq/choose.rs. Grid and exponents
+// The second stage of whitened product quantisation: `Scratch::second_stage` of src/method/wpq/choose.rs. Grid and exponents
 // are those of select_wpq.cu.
 #include "common.h"
 #include "scan.h"
@@ -7,7 +7,7 @@
 // Scores by both stages the keys in the lists items `[b,g,room]`, of which there are listed `[b,g]`: scores
 // `[b,h,room]`. A block covers SCAN of them. parts `[b,h,blocks,3]`: the largest of these scores, the sum of the
 // exponentials relative to it, and the sum of the exponentials of the first estimates relative to the largest score in
-// totals. A code has at most 4 bytes.
+// totals.
 #define REFINE_PARAMETERS                                                                                       \
     const u8 *codes, const void *tables, const float *lines, OPTIONAL const float *paths, const float *totals,  \
         const u32 *items, const u32 *listed, float *scores, float *parts, u32 groups, u32 width, u32 r, u32 room,   \
@@ -18,7 +18,7 @@ DEVICE void refine(REFINE_PARAMETERS) {
     SHARED(float, line, 16 * LINE);
     SHARED(float, removed, QUAD * 8);
     u32 at = blockIdx.z * gridDim.y + blockIdx.y, start = blockIdx.x * SCAN, n = smaller(listed[at], room);
-    u32 quads = (r + QUAD - 1) / QUAD, all = 2 * groups * Tables::WORDS, stride = gridDim.x * 3;
+    u32 quads = (r + QUAD - 1) / QUAD, all = STAGES * groups * Tables::WORDS, stride = gridDim.x * 3;
     parts += (u64)at * r * stride + 3 * blockIdx.x;
     if (start >= n) {
         if (threadIdx.x >= r) return;

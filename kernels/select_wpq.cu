@@ -4,8 +4,8 @@
 //
 // A step passes over the codes of the first stage twice: once for the denominators of the softmax, and once for the
 // probabilities. Both passes compute the estimates, because computing them again from a code of a few bytes is cheaper
-// than storing them for each query head. best.cu chooses. With two stages, it first chooses the keys to refine, whose
-// estimates from both stages are computed once and kept, and then chooses among these keys.
+// than storing them for each query head. best.cu first chooses the keys to refine, whose estimates from both stages are
+// computed once and kept, and then chooses among these keys.
 //
 // - word_tables: one block per query head applies the query's map and then computes the products with all words.
 // - static_scores.cu: the exact scores of the static set.
@@ -57,7 +57,7 @@ UNROLL
     if (lane() == 0) y[channels] = product * scale;
 }
 
-// Returns the product with y of word `i % WORDS` of group `i / WORDS`, where groups are counted over all stages.
+// Returns the product with y of word `i % WORDS` of group `i / WORDS`, where groups are counted over both stages.
 template <u32 WORDS>
 DEVICE float word_product(const u16* words, const float* y, u32 i, u32 groups, u32 dim) {
     u32 group = i / WORDS;
@@ -70,7 +70,7 @@ DEVICE float word_product(const u16* words, const float* y, u32 i, u32 groups, u
 // Rounds the products of the words, 16 per group and one per thread, to multiples of a step above the least product of
 // their group. In each stage, the step is 1/255 of the range of the widest group. Gives each thread its entry, and
 // fills the line of the query head.
-DEVICE u32 rounded_entry(float product, float* line, u32 stages, u32 groups) {
+DEVICE u32 rounded_entry(float product, float* line, u32 groups) {
     SHARED(float, leasts, SMALL_GROUPS);
     SHARED(float, ranges, SMALL_GROUPS);
     float least = product, largest = product;
@@ -81,7 +81,7 @@ DEVICE u32 rounded_entry(float product, float* line, u32 stages, u32 groups) {
     u32 group = threadIdx.x / 16, stage = group / groups;
     if (threadIdx.x % 16 == 0) leasts[group] = least, ranges[group] = largest - least;
     __syncthreads();
-    if (stage >= stages) return 0;
+    if (stage >= STAGES) return 0;
     float range = 0, sum = 0;
     for (u32 j = stage * groups; j < (stage + 1) * groups; j++) range = fmaxf(range, ranges[j]), sum += leasts[j];
     float step = range / 255.0f, inverse = step > 0 ? 1.0f / step : 0.0f;
@@ -97,9 +97,9 @@ DEVICE void begin_choice(const u32* spans, const u32* budgets, u32* histograms, 
     u32 at = blockIdx.z * gridDim.y + blockIdx.y;
     for (u32 i = blockIdx.x * 256 + threadIdx.x; i < 3 * BINS; i += gridDim.x * 256) {
         histograms[(u64)at * 3 * BINS + i] = 0;
-        if (refined_histograms) refined_histograms[(u64)at * 3 * BINS + i] = 0;
+        refined_histograms[(u64)at * 3 * BINS + i] = 0;
     }
-    if (blockIdx.x + blockIdx.y + threadIdx.x > 0 || !refined_histograms) return;
+    if (blockIdx.x + blockIdx.y + threadIdx.x > 0) return;
     const u32* span = spans + 4 * blockIdx.z;
     u32 want = REFINED * budgets[blockIdx.z], count = smaller(want, span[2] - span[0] - span[1]);
     wants[blockIdx.z] = want;
@@ -107,18 +107,18 @@ DEVICE void begin_choice(const u32* spans, const u32* budgets, u32* histograms, 
     item_spans[0] = item_spans[1] = 0, item_spans[2] = item_spans[3] = count;
 }
 
-// Builds the tables of a query head, blockIdx.x, for queries `[b,h,d]`. The last four parameters but one are for
-// begin_choice; refined_histograms, wants and item_spans are null with one stage.
+// Builds the tables of a query head, blockIdx.x, for queries `[b,h,d]`. The histograms, wants and item_spans are for
+// begin_choice.
 #define TABLE_PARAMETERS                                                                                        \
     const float *queries, const u16 *query_maps, const float *means, const u16 *words, const u32 *spans,        \
-        const u32 *budgets, void *tables, float *lines, u32 *histograms, OPTIONAL u32 *refined_histograms,      \
-        OPTIONAL u32 *wants, OPTIONAL u32 *item_spans, float scale, u32 stages, u32 groups, u32 dim, u32 d
+        const u32 *budgets, void *tables, float *lines, u32 *histograms, u32 *refined_histograms, u32 *wants,   \
+        u32 *item_spans, float scale, u32 groups, u32 dim, u32 d
 template <class Tables>
 DEVICE void build_tables(TABLE_PARAMETERS) {
     constexpr u32 WORDS = Tables::WORDS;
     SHARED(float, y, 128 + 1);
     u32 at = blockIdx.z * gridDim.y + blockIdx.y, head = at * gridDim.x + blockIdx.x, channels = groups * dim;
-    u32 all = stages * groups, quads = (gridDim.x + QUAD - 1) / QUAD;
+    u32 all = STAGES * groups, quads = (gridDim.x + QUAD - 1) / QUAD;
     begin_choice(spans, budgets, histograms, refined_histograms, wants, item_spans);
     project_query(y, queries + (u64)head * d, query_maps, means, scale, channels, d);
     __syncthreads();
@@ -129,20 +129,20 @@ DEVICE void build_tables(TABLE_PARAMETERS) {
         u32 i = threadIdx.x;
         bool there = i < all * WORDS;
         float product = there ? word_product<WORDS>(words, y + i / WORDS % groups * dim, i, all, dim) : 0.0f;
-        u32 entry = rounded_entry(product, lines, stages, groups);
+        u32 entry = rounded_entry(product, lines, groups);
         if (there) ((u16*)tables)[to + i * QUAD] = (u16)entry;
     } else {
         for (u32 i = threadIdx.x; i < all * WORDS; i += 256) {
             float product = word_product<WORDS>(words, y + i / WORDS % groups * dim, i, all, dim);
             ((float*)tables)[to + i * QUAD] = product;
         }
-        if (threadIdx.x < stages) lines[1 + 2 * threadIdx.x] = 0, lines[2 + 2 * threadIdx.x] = 1;
+        if (threadIdx.x < STAGES) lines[1 + 2 * threadIdx.x] = 0, lines[2 + 2 * threadIdx.x] = 1;
     }
 }
 
 #define TABLE_ARGUMENTS                                                                                         \
     queries, query_maps, means, words, spans, budgets, tables, lines, histograms, refined_histograms, wants,    \
-        item_spans, scale, stages, groups, dim, d
+        item_spans, scale, groups, dim, d
 KERNEL(256, 2, word_tables_16, TABLE_PARAMETERS) { wait_for_earlier(); build_tables<RoundedTables>(TABLE_ARGUMENTS); }
 KERNEL(256, 2, word_tables_256, TABLE_PARAMETERS) { wait_for_earlier(); build_tables<ExactTables>(TABLE_ARGUMENTS); }
 
@@ -152,7 +152,7 @@ KERNEL(256, 2, word_tables_256, TABLE_PARAMETERS) { wait_for_earlier(); build_ta
 // largest score of each block and the sum of the exponentials relative to it.
 #define SCAN_PARAMETERS(PARTS)                                                                                  \
     const u8 *codes, const void *tables, const float *lines, OPTIONAL const float *paths, const u32 *spans,     \
-        PARTS, u32 stages, u32 groups, u32 width, u32 r, u32 capacity
+        PARTS, u32 groups, u32 width, u32 r, u32 capacity
 #define SUM_PARAMETERS SCAN_PARAMETERS(float *parts)
 template <class Tables>
 DEVICE void sum_words(SUM_PARAMETERS) {
@@ -175,7 +175,7 @@ UNROLL
     }
     for (u32 first = 0; first < r; first += QUAD) {
         load_tables<Tables>(table, tables, first / QUAD, (r + QUAD - 1) / QUAD, groups * Tables::WORDS,
-                            stages * groups * Tables::WORDS);
+                            STAGES * groups * Tables::WORDS);
         const float4* path = path_of(paths, first, r, capacity);
         float held[8][QUAD], top, sum;
         u32 positions[8];
@@ -197,11 +197,11 @@ UNROLL
 
 KERNEL(256, 3, word_parts_16, SUM_PARAMETERS) {
     wait_for_earlier();
-    sum_words<RoundedTables>(codes, tables, lines, paths, spans, parts, stages, groups, width, r, capacity);
+    sum_words<RoundedTables>(codes, tables, lines, paths, spans, parts, groups, width, r, capacity);
 }
 KERNEL(256, 2, word_parts_256, SUM_PARAMETERS) {
     wait_for_earlier();
-    sum_words<ExactTables>(codes, tables, lines, paths, spans, parts, stages, groups, width, r, capacity);
+    sum_words<ExactTables>(codes, tables, lines, paths, spans, parts, groups, width, r, capacity);
 }
 
 // Computes the sort keys of the candidates, from the sum of their probabilities over the query heads, and the first
@@ -236,7 +236,7 @@ UNROLL
     }
     for (u32 first = 0; first < r; first += QUAD) {
         load_tables<Tables>(table, tables, first / QUAD, (r + QUAD - 1) / QUAD, groups * Tables::WORDS,
-                            stages * groups * Tables::WORDS);
+                            STAGES * groups * Tables::WORDS);
         const float4* path = path_of(paths, first, r, capacity);
 UNROLL
         for (u32 half = 0; half < 8; half += 4) {
@@ -266,6 +266,6 @@ UNROLL
 }
 
 #define RANK_ARGUMENTS                                                                                          \
-    codes, tables, lines, paths, spans, parts, stages, groups, width, r, capacity, totals, keys, histograms
+    codes, tables, lines, paths, spans, parts, groups, width, r, capacity, totals, keys, histograms
 KERNEL(256, 3, word_keys_16, RANK_PARAMETERS) { wait_for_earlier(); rank_words<RoundedTables>(RANK_ARGUMENTS); }
 KERNEL(256, 2, word_keys_256, RANK_PARAMETERS) { wait_for_earlier(); rank_words<ExactTables>(RANK_ARGUMENTS); }

@@ -1,6 +1,6 @@
 // What the kernels of wpq share: the words' tables of a step, the scores that they give, and the softmax over these.
 //
-// tables `[b,g,ceil(r/4),stages,m,WORDS,4]`: the entries of four query heads lie side by side, so that one read of
+// tables `[b,g,ceil(r/4),STAGES,m,WORDS,4]`: the entries of four query heads lie side by side, so that one read of
 // shared memory serves all four. With 16 words, the entries are 16-bit integers of at most 255: one 64-bit addition
 // adds four of them, and the entries of a table lie in different banks. With 256 words, the entries are f32. lines
 // `[b,h,LINE]` turn sums of entries into scores: they hold the score of the mean key, then per stage the sum of the
@@ -10,9 +10,9 @@
 
 // Positions of an arc: `ARC` of src/method/wpq/path.rs. The most channels of a key, and of all groups of a stage.
 constexpr u32 ARC = 64, KEY_CHANNELS = 128;
-// Numbers that turn a sum of entries into a score.
-constexpr u32 LINE = 5;
-// Query heads whose entries lie side by side; the most groups of 16 words in all stages; keys refined per key of the
+// Stages of a code; numbers that turn sums of entries into a score.
+constexpr u32 STAGES = 2, LINE = 1 + 2 * STAGES;
+// Query heads whose entries lie side by side; the most groups of 16 words in both stages; keys refined per key of the
 // budget, as in src/method/wpq/choose.rs.
 constexpr u32 QUAD = 4, SMALL_GROUPS = 16, REFINED = 4;
 
@@ -43,9 +43,8 @@ struct ExactTables {
     }
 };
 
-// Loads a code of 1, 2, 4 or 8 bytes.
+// Loads a code of a stage, of 1, 2 or 4 bytes.
 DEVICE u64 load_code(const u8* codes, u64 at, u32 width) {
-    if (width == 8) return ((const u64*)codes)[at];
     if (width == 4) return ((const u32*)codes)[at];
     return width == 2 ? ((const u16*)codes)[at] : codes[at];
 }

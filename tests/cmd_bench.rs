@@ -96,10 +96,12 @@ fn bytes_are_what_a_step_reads() {
     // By default also the mean before rotation.
     let codes = codes + 2 * 64 * 4;
     assert_eq!(bytes("retrieve --methods wpq"), [codes]);
-    // In one stage, eight bytes of each candidate.
-    let wide = 256 * 32 * 2 + 64 * 32 * 2 + 2 * 64 * 4;
-    let one_stage = "retrieve --methods wpq --wpq-stages 1 --wpq-words 256";
-    assert_eq!(bytes(one_stage), [2 * (8 * 932 + wide)]);
+    // More words of the same channels, in two stages.
+    let more_words = 2 * 2 * (256 - 16) * 32 * 2;
+    assert_eq!(
+        bytes("retrieve --methods wpq --wpq-words 256"),
+        [codes + more_words]
+    );
     assert_eq!(bytes("attend --methods wpq"), [codes + attended]);
     // The oracle reads every key, and the values of what it attends.
     let keys = 2 * 1000 * 64 * 2;

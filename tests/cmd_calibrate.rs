@@ -139,9 +139,8 @@ fn product_quantisers_of_every_size() {
         ("--wpq-bits 16", 2),
         ("--wpq-bits 32", 4),
         ("--wpq-bits 64", 8),
-        ("--wpq-bits 16 --wpq-stages 1 --wpq-words 256", 2),
-        ("--wpq-bits 64 --wpq-stages 2 --wpq-words 256", 4),
-        ("--wpq-bits 64 --wpq-stages 1", 16),
+        ("--wpq-bits 16 --wpq-words 256", 1),
+        ("--wpq-bits 64 --wpq-words 256", 4),
         ("--wpq-directions 7", 8),
         ("--wpq-center mean", 8),
     ] {
@@ -180,6 +179,31 @@ fn product_quantisers_of_every_size() {
         "--wpq-directions 0",
         "at least 1",
     );
+}
+
+/// An artifact that looks like one whose codes have one stage.
+#[test]
+fn product_quantisers_of_one_stage_are_refused() {
+    let scratch = Scratch::new();
+    let model = checkpoint("llama_default");
+    let tokens = scratch.tokens("tokens.json", &documents(&[300], 1));
+    let art = scratch.make(
+        "art",
+        &format!("calibrate --model {model} --tokens {tokens} --no-verdict"),
+    );
+    let earlier = scratch.path("earlier");
+    resealed(&art, &earlier, |manifest| {
+        let section = &mut manifest["sections"]["wpq"];
+        (section["stages"], section["groups"]) = (json!(1), json!(16));
+    });
+    let run = format!("run --model {model} --tokens {tokens} --max-new 1 --artifact {earlier} --method wpq");
+    for command in [format!("inspect {earlier}"), run] {
+        kvsmith(&command).fails(
+            1,
+            "`sections.wpq.stages` is 1, a form that was removed",
+            "`kvsmith wpq --dump DIR -o FILE`, or the artifact with `kvsmith calibrate`",
+        );
+    }
 }
 
 /// The manifests of earlier versions do not say how many directions the codes describe, which is all.
@@ -223,10 +247,7 @@ fn directions_of_product_quantisers() {
     };
     let [wide, narrow] = ["llama_d128", "llama_default"].map(dump);
     let made = |dump: &str, options: &str| {
-        let section = scratch.make(
-            "section",
-            &format!("wpq --dump {dump} --wpq-iterations 3 {options}"),
-        );
+        let section = scratch.make("section", &format!("wpq --dump {dump} {options}"));
         let artifact = Artifact::open(Path::new(&section), SECTIONS).unwrap();
         let params = &artifact.manifest.sections["wpq"].params;
         let quality = artifact.manifest.quality.sections["wpq"].iter().flatten();
@@ -442,8 +463,7 @@ fn the_seed_alone_makes_a_difference() {
     // Long enough that every parallel loop has several pieces.
     let tokens = scratch.tokens("tokens.json", &documents(&[3000, 500], 2));
     let run = |name: &str, options: &str| {
-        let command =
-            format!("calibrate --model {model} --tokens {tokens} --size 64 --wpq-iterations 3 {options}");
+        let command = format!("calibrate --model {model} --tokens {tokens} --size 64 {options}");
         read(&scratch.make(name, &command))
     };
     let first = run("first", "");
@@ -474,7 +494,7 @@ impl Run {
         let scratch = Scratch::new();
         let model = checkpoint("qwen2_sliding");
         let file = scratch.tokens("tokens.json", &documents(&vec![500; tokens / 500], 3));
-        let input = format!("--model {model} --tokens {file} --seq-len 500 --wpq-iterations 3");
+        let input = format!("--model {model} --tokens {file} --seq-len 500");
         Self { scratch, input }
     }
 

@@ -83,7 +83,7 @@ fn calibrate(device: &str, fit: &str, output: &str) -> Value {
 
 fn calibrate_agrees_with_the_cpu(device: &str) {
     let scratch = Scratch::new();
-    let fit = "--size 48 --iterations 8 --wpq-iterations 2";
+    let fit = "--size 48 --iterations 8";
     let expected = calibrate("cpu", fit, &scratch.path("cpu"));
     let found = calibrate(device, fit, &scratch.path("device"));
     let model = root().join("calib-data/model");
@@ -124,8 +124,8 @@ fn quality(manifest: &Value) -> Vec<Value> {
 fn the_chain_by_hand_is_the_same(device: &str) {
     let scratch = Scratch::new();
     let path = |file: &str| scratch.path(file);
-    let (fit, passes) = ("--size 16 --iterations 3", "--wpq-iterations 2");
-    calibrate(device, &format!("{fit} {passes}"), &path("direct"));
+    let fit = "--size 16 --iterations 3";
+    calibrate(device, fit, &path("direct"));
     // wgpu cannot run the model.
     let model = if device == "wgpu" { "cpu" } else { device };
     let states = "--dtype f32 --queries --values --precision f32";
@@ -136,7 +136,7 @@ fn the_chain_by_hand_is_the_same(device: &str) {
     let codebook = scratch.make("a2ats", &codebook);
     let signs = scratch.make("signs", &format!("signs {on}"));
     let priors = scratch.make("priors", &format!("priors --dump {dump}"));
-    let wpq = scratch.make("wpq", &format!("wpq {on} --moments {moments} {passes} --seed 3"));
+    let wpq = scratch.make("wpq", &format!("wpq {on} --moments {moments} --seed 3"));
     let tail = scratch.make("tail", &format!("tail --dump {dump} --seed 3"));
     let model = root().join("calib-data/model");
     let pack = format!(

@@ -102,9 +102,7 @@ fn stages_are_those_of_the_calibration() {
     kvsmith(&without).fails(2, "required arguments", "");
     let plan = kvsmith(&format!("{without} --plan --json")).ok();
     assert!(!Path::new(&art).exists(), "a plan writes nothing");
-    let shown = kvsmith(&format!("{flags} --no-verdict --wpq-iterations 1 --plan -q"))
-        .ok()
-        .stdout;
+    let shown = kvsmith(&format!("{flags} --no-verdict --plan -q")).ok().stdout;
     assert!(shown.lines().all(|line| line.chars().count() <= 80), "{shown}");
     // The small calibration that is timed says nothing.
     assert!(!plan.stderr.contains("recommended"), "{}", plan.stderr);

@@ -432,7 +432,7 @@ fn priors_of_the_candidates_alone_are_refused() {
     let (_, out) = priors_of(&scratch, "llama_default", &[60], "");
     let with = |population: &str| {
         let path = scratch.path("earlier.st");
-        with_manifest(&out, &path, |manifest| {
+        resealed(&out, &path, |manifest| {
             let section = &mut manifest["sections"]["lfps"];
             (section["population"], section["population_window"]) = (json!(population), json!(64));
         });
@@ -625,24 +625,6 @@ fn a_dump_without_queries_is_refused() {
 
 fn hex(bytes: &[u8]) -> String {
     Sha256::digest(bytes).iter().map(|b| format!("{b:02x}")).collect()
-}
-
-/// Edits the manifest of a section file, and seals it again.
-fn with_manifest(path: &str, to: &str, edit: impl Fn(&mut Value)) {
-    let bytes = std::fs::read(path).unwrap();
-    let header = 8 + u64::from_le_bytes(bytes[..8].try_into().unwrap()) as usize;
-    let mut json: Value = serde_json::from_slice(&bytes[8..header]).unwrap();
-    let text = json["__metadata__"]["kvsmith"].as_str().unwrap();
-    let mut manifest: Value = serde_json::from_str(text).unwrap();
-    manifest.as_object_mut().unwrap().remove("manifest_sha256");
-    edit(&mut manifest);
-    let seal = hex(manifest.to_string().as_bytes());
-    manifest["manifest_sha256"] = json!(seal);
-    json["__metadata__"]["kvsmith"] = json!(manifest.to_string());
-    let mut text = json.to_string();
-    text += &" ".repeat(text.len().next_multiple_of(8) - text.len());
-    let length = (text.len() as u64).to_le_bytes();
-    std::fs::write(to, [&length, text.as_bytes(), &bytes[header..]].concat()).unwrap();
 }
 
 /// Replaces one value of a tensor, and makes every digest fit again.

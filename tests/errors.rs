@@ -1,6 +1,7 @@
 //! Every failure says so: exit code, what caused it, a hint, and nothing left behind.
 
 use crate::common::*;
+use kvsmith::cmd::removed::{REMOVED, Removed};
 use serde_json::{Value, json};
 
 const REFETCH: &str = "download it again";
@@ -469,6 +470,54 @@ fn fit_options_that_cannot_work() {
 }
 
 #[test]
+fn removed_options_name_what_replaces_them() {
+    for Removed {
+        commands,
+        option,
+        value,
+        instead,
+    } in &REMOVED
+    {
+        let given = match value {
+            Some(value) => format!("{option} {value}"),
+            None => (*option).to_owned(),
+        };
+        let culprit = format!("`{given}` was removed");
+        for command in *commands {
+            let command = match *command {
+                "bench" => "bench retrieve",
+                command => command,
+            };
+            for used in [
+                format!("{command} {given}"),
+                format!("{command} {}", given.replace(' ', "=")),
+            ] {
+                kvsmith(&used).fails(2, &culprit, instead);
+            }
+            let help = kvsmith(&format!("{command} --help")).ok().stdout;
+            let help: Vec<&str> = help.split_whitespace().collect();
+            assert_eq!(help.contains(option), value.is_some(), "{command} {option}");
+            assert!(value.is_none_or(|value| !help.iter().any(|word| word.contains(value))));
+        }
+    }
+    // The document of --json, quotes around another method's flags, and commands that never had the option.
+    let refused = kvsmith("run --json --ct-expand 2");
+    let document: Value = serde_json::from_str(&refused.stdout).unwrap();
+    assert_eq!(document["error"]["message"], "`--ct-expand` was removed");
+    assert!(document["error"]["hint"].as_str().unwrap().contains("--ct-list"));
+    let mut also = command("eval --model m --tokens t --methods topk");
+    let also = Outcome::of(also.args(["--also", "ctkvr --ct-cap 0.2"]).output().unwrap());
+    assert_eq!(also.code, Some(2));
+    assert!(
+        also.stderr.contains("--ct-cap` was removed: use --ct-centroids"),
+        "{}",
+        also.stderr
+    );
+    let other = kvsmith("dump --ct-expand 2");
+    assert!(!other.stderr.contains("removed"), "{}", other.stderr);
+}
+
+#[test]
 fn outputs_that_cannot_be_written_are_found_first() {
     let scratch = Scratch::new();
     // A model that would fail in its first layer, had the work begun.
@@ -652,7 +701,6 @@ fn wrong_use() {
         dump --model MODEL -o out --tokens t --text x.txt | --text
         calibrate --model MODEL -o out --tokens t --resume | --work
         calibrate --model MODEL -o out --tokens t --iterations=-1 | --iterations
-        calibrate --model MODEL -o out --tokens t --init magic | magic
         inspect art --model MODEL | --verify
     ";
     for [arguments, culprit] in table(CASES) {

@@ -528,12 +528,12 @@ fn what_does_nothing_is_said() {
         )))
     };
     assert_eq!(bench("--methods lfps,a2ats --lfps-theta 0.9 --size 8"), [""; 0]);
-    assert_eq!(bench("--methods wpq --wpq-words 256 --wpq-stages 1"), [""; 0]);
+    assert_eq!(bench("--methods wpq --wpq-words 256 --wpq-center mean"), [""; 0]);
     assert_eq!(
-        bench("--methods full --wpq-words 256 --wpq-stages 1"),
+        bench("--methods full --wpq-words 256 --wpq-center mean"),
         [
             "--wpq-words has no effect here: it applies to method wpq only",
-            "--wpq-stages has no effect here: it applies to method wpq only",
+            "--wpq-center has no effect here: it applies to method wpq only",
         ]
     );
     assert_eq!(

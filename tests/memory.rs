@@ -176,13 +176,7 @@ fn memory_does_not_grow_with_the_layers() {
             head_dim: 64,
             window: None,
         };
-        calibrate(
-            &scratch,
-            shape,
-            &text,
-            "--size 64 --iterations 2 --wpq-iterations 2",
-        )
-        .peak
+        calibrate(&scratch, shape, &text, "--size 64 --iterations 2").peak
     };
     let (few, more) = (peak(2), peak(8));
     // The results of a layer take 35,000 bytes, its keys 1 MB; small allocations do not always fit where others were.
@@ -244,7 +238,7 @@ fn the_plan_is_what_is_taken() {
         ("the projections of a block", projections, uneven(2_500, 2_100)),
     ] {
         let scratch = Scratch::new();
-        let options = "--size 8 --iterations 1 --wpq-iterations 1 --seq-len 16384";
+        let options = "--size 8 --iterations 1 --seq-len 16384";
         let Memory { planned, peak } = calibrate(&scratch, shape, &text, options);
         let difference = planned.abs_diff(peak) as f64 / peak as f64;
         assert!(

@@ -18,7 +18,7 @@ pub struct Removed {
 }
 
 /// Everything that was removed.
-pub static REMOVED: [Removed; 6] = [
+pub static REMOVED: [Removed; 8] = [
     Removed {
         commands: &["calibrate", "plan", "codebook"],
         option: "--init",
@@ -55,6 +55,18 @@ pub static REMOVED: [Removed; 6] = [
         value: None,
         instead: "use --ct-centroids C: a given number of query centroids may take as many bytes as the cache",
     },
+    Removed {
+        commands: &["calibrate", "plan", "wpq", "bench"],
+        option: "--wpq-stages",
+        value: None,
+        instead: "leave it out: codes have two stages; --wpq-bits and --wpq-words set their size",
+    },
+    Removed {
+        commands: &["calibrate", "plan", "wpq"],
+        option: "--wpq-iterations",
+        value: None,
+        instead: "leave it out: k-means ends when no key changes its word, at the latest after 25 passes",
+    },
 ];
 
 /// Returns the text of a value of clap's errors.
@@ -76,7 +88,9 @@ fn find(command: &str, e: &clap::Error) -> Option<&'static Removed> {
     };
     let is_it = |removed: &&Removed| removed.option == option && removed.value == value;
     let found = REMOVED.iter().filter(is_it);
-    found.into_iter().find(|removed| removed.commands.contains(&command))
+    found
+        .into_iter()
+        .find(|removed| removed.commands.contains(&command))
 }
 
 /// Returns an error that names the replacement if an error of clap is about an option that was removed from `command`.

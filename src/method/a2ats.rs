@@ -43,8 +43,7 @@ use postings::Postings;
 pub use quotas::{Bound, Quotas, choose};
 use quotas::{choose_in_runs, choose_listed};
 pub use section::{
-    A2atsSection, CHOL, CODEBOOK, COUNT, FitMetric, FitParams, MEAN, Positions, Rotation, SECTION,
-    weak_heads,
+    A2atsSection, CHOL, CODEBOOK, COUNT, FitMetric, FitParams, MEAN, Positions, Rotation, SECTION, weak_heads,
 };
 pub use size::{CODEWORDS, LONGEST_CONTEXT, codewords, share_of_bytes};
 

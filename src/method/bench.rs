@@ -44,8 +44,6 @@ pub struct TimedLayer {
 /// The form of a code of 64 bits that wpq gives a key.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct CodeForm {
-    /// Number of stages, one or two.
-    pub stages: usize,
     /// Number of words per group: 16 or 256.
     pub words: usize,
     /// Whether codes describe the keys around the path of their mean.
@@ -56,7 +54,6 @@ impl Default for CodeForm {
     /// Returns the form that `calibrate` makes by default.
     fn default() -> Self {
         Self {
-            stages: 2,
             words: 16,
             has_path: true,
         }
@@ -64,9 +61,9 @@ impl Default for CodeForm {
 }
 
 impl CodeForm {
-    /// Returns the number of groups per stage.
+    /// Returns the number of groups of each of the two stages.
     pub fn groups(self) -> usize {
-        64 / self.stages / self.words.trailing_zeros() as usize
+        32 / self.words.trailing_zeros() as usize
     }
 }
 

@@ -3,13 +3,12 @@
 //! Calibration: H is the second moment of the rotated queries of a KV head's group, and L its Cholesky factor. The
 //! Euclidean distance of whitened keys `(k - mean) L` is the error of the queries' scores. The principal components of
 //! the whitened keys are dealt to groups of channels, so that every group gets its share of the large ones, and the
-//! keys are clustered into 16 or 256 words in each group. A key's code is then one word per group; with two stages, the
-//! remainder that these words leave of a key is clustered into words of its own.
+//! keys are clustered into 16 or 256 words in each group. The remainder that these words leave of a key is clustered into
+//! words of a second stage. A key's code is one word per group and stage.
 //!
 //! Decoding: a query gives a score to every word of every group. The sum over a key's words estimates the score of the
 //! key. A KV head attends the keys with the largest estimated probability, summed over the query heads of its group.
-//! With two stages, all keys are scored by the words of the first stage, and the best of these keys by the words of
-//! both.
+//! All keys are scored by the words of the first stage, and the best of these keys by the words of both.
 
 mod bench;
 mod choose;
@@ -33,6 +32,7 @@ use crate::kv::lines::grow;
 use choose::{choose, scratch_bytes, static_scores};
 pub use codebook::{HeadCodebook, HeadCodebooks};
 pub use path::MeanPath;
+use section::STAGES;
 pub use section::{CHOL, CODEBOOK, Center, MEAN, MEAN_PRE, ROTATION, SECTION, WpqSection, weak_heads};
 
 /// The declaration of `wpq`.
@@ -68,7 +68,7 @@ impl Method for HeadCodebooks {
 pub struct Wpq {
     codebook: Arc<HeadCodebook>,
     /// The codes of each stage, `[n,width]`.
-    codes: Vec<Vec<u8>>,
+    codes: [Vec<u8>; STAGES],
     /// The candidates whose codes of the second stage the last step read, counted from its first candidate.
     refined: Vec<u32>,
 }
@@ -77,7 +77,7 @@ impl Wpq {
     /// Makes an empty head.
     pub fn new(codebook: Arc<HeadCodebook>) -> Self {
         Self {
-            codes: vec![Vec::new(); codebook.stages()],
+            codes: Default::default(),
             refined: Vec::new(),
             codebook,
         }
@@ -106,9 +106,9 @@ impl Retriever for Wpq {
         }
         let (c, width) = (step.candidates.clone(), self.codebook.width());
         let rows = c.start * width..c.end * width;
-        let codes: Vec<&[u8]> = self.codes.iter().map(|codes| &codes[rows.clone()]).collect();
+        let codes = self.codes.each_ref().map(|codes| &codes[rows.clone()]);
         let words = self.codebook.scores(step.q_rope, c.start);
-        let (chosen, refined) = choose(words, &codes, width, &static_scores(step), step.budget);
+        let (chosen, refined) = choose(words, codes, width, &static_scores(step), step.budget);
         self.refined = refined;
         let chosen = chosen.into_iter().map(|p| p + c.start as u32);
         chosen.collect::<Vec<u32>>().into()

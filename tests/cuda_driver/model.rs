@@ -236,7 +236,7 @@ pub fn chat(driver: &Path) {
         driver,
         &format!(
             "calibrate -q --model calib-data/model --text calib-data/text.txt --max-tokens 256 --uuid-tokens 0 --size 8 \
-             --wrope-position 64 --wpq-center mean --wpq-iterations 2 --no-verdict --device cpu -o {at}/mean.safetensors"
+             --wrope-position 64 --wpq-center mean --no-verdict --device cpu -o {at}/mean.safetensors"
         ),
     )
     .ok();

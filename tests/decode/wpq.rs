@@ -21,12 +21,13 @@ use super::cases::{self, Batch, Rows, UNIT, best, matrix, normal, normals, twice
 use super::held::packed_layer;
 use crate::common::{plain_rope, rotated_to};
 
+/// Stages of a code.
+const STAGES: usize = 2;
 /// Keys that are encoded together with the first ones of a prompt: the others are a second chunk.
 const SECOND_CHUNK: usize = 7;
 
 #[derive(Clone)]
 pub struct Special {
-    stages: usize,
     groups: usize,
     words: usize,
     /// Whether codes describe only half of the principal directions.
@@ -40,9 +41,8 @@ pub struct Special {
 pub type Case = cases::Case<Special>;
 
 pub fn cases() -> Vec<Case> {
-    let case = |name: &str, sizes, [stages, groups, words]: [usize; 3], n, budget| {
+    let case = |name: &str, sizes, [groups, words]: [usize; 2], n, budget| {
         let special = Special {
-            stages,
             groups,
             words,
             half: false,
@@ -53,27 +53,21 @@ pub fn cases() -> Vec<Case> {
         case.static_set(4, 64).budget(budget)
     };
     let share = Budget::Fraction;
-    let (usual, one_stage) = ([2, 8, 16], [1, 16, 16]);
+    let usual = [8, 16];
     vec![
         case("llama", [1, 2, 4, 128], usual, 2600, share(0.06)),
         case("batch", [3, 1, 5, 64], usual, 700, share(0.1)).float(Float::F16),
-        case("one_stage", [1, 2, 4, 64], one_stage, 600, share(0.1)).float(Float::Bf16),
-        case("d80", [1, 2, 1, 80], [2, 4, 16], 500, share(0.2)),
+        case("bf16", [1, 2, 4, 64], usual, 600, share(0.1)).float(Float::Bf16),
+        case("d80", [1, 2, 1, 80], [4, 16], 500, share(0.2)),
         // Groups of three channels, some with an empty one.
         case("d20", [1, 1, 2, 20], usual, 300, share(0.1)),
         case("half", [2, 2, 4, 64], usual, 700, share(0.1)).with(|s| s.half = true),
         case("half_of_d20", [1, 1, 2, 20], usual, 300, share(0.1)).with(|s| s.half = true),
         case("full_group", [1, 1, 16, 96], usual, 400, share(0.05)),
-        case("one_byte", [1, 2, 4, 64], [2, 2, 16], 400, share(0.1)),
-        case("words_256", [1, 2, 6, 64], [1, 8, 256], 400, share(0.1)),
-        case(
-            "words_256_of_two_stages",
-            [2, 1, 4, 40],
-            [2, 4, 256],
-            300,
-            share(0.1),
-        ),
-        case("one_group", [1, 1, 2, 128], [2, 1, 256], 200, share(0.1)),
+        case("one_byte", [1, 2, 4, 64], [2, 16], 400, share(0.1)),
+        case("words_256", [1, 2, 6, 64], [4, 256], 400, share(0.1)),
+        case("words_256_d40", [2, 1, 4, 40], [4, 256], 300, share(0.1)),
+        case("one_group", [1, 1, 2, 128], [1, 256], 200, share(0.1)),
         case("budget_1", [1, 2, 4, 64], usual, 400, share(1.0)),
         case("one_position", [1, 2, 8, 64], usual, 600, share(1e-6)),
         // All candidates are refined, and some chosen.
@@ -85,20 +79,20 @@ pub fn cases() -> Vec<Case> {
         case("long_window", [1, 1, 2, 64], usual, 400, share(0.1)).static_set(3, 150),
         case("sliding", [2, 1, 4, 64], usual, 500, share(0.1)).model_window(300),
         case("path", [1, 2, 4, 64], usual, 700, share(0.1)).with(|s| s.path = true),
-        case("path_of_a_batch", [3, 1, 5, 128], one_stage, 300, share(0.1)).with(|s| s.path = true),
-        case("path_d20", [1, 2, 16, 20], [2, 4, 256], 300, share(0.1)).with(|s| s.path = true),
+        case("path_of_a_batch", [3, 1, 5, 128], usual, 300, share(0.1)).with(|s| s.path = true),
+        case("path_d20", [1, 2, 16, 20], [4, 256], 300, share(0.1)).with(|s| s.path = true),
         case("path_sliding", [2, 1, 4, 64], usual, 500, share(0.1))
             .model_window(300)
             .with(|s| s.path = true),
         case("packed", [2, 2, 4, 64], usual, 400, share(0.1)).with(|s| s.packed = true),
-        case("packed_d40", [1, 1, 3, 40], one_stage, 300, share(0.1)).with(|s| s.packed = true),
+        case("packed_d40", [1, 1, 3, 40], usual, 300, share(0.1)).with(|s| s.packed = true),
     ]
 }
 
 /// A random quantiser with the tensors that it is made of; the last word of a group equals the second.
 struct Quantiser {
     head: Arc<HeadCodebook>,
-    /// `[stages,m,words,dim]`.
+    /// `[2,m,words,dim]`.
     words: Array4<f64>,
     mean: Vec<f64>,
     /// The mean before rotation, if its path is subtracted.
@@ -111,14 +105,13 @@ struct Quantiser {
 impl Quantiser {
     fn random(special: &Special, d: usize, rng: &mut ChaCha8Rng) -> Self {
         let Special {
-            stages,
             groups,
             words: size,
             half,
             ..
         } = *special;
         let directions = if half { d / 2 } else { d };
-        let mut words = Array4::zeros((stages, groups, size, directions.div_ceil(groups)));
+        let mut words = Array4::zeros((STAGES, groups, size, directions.div_ceil(groups)));
         for (stage, mut words) in words.outer_iter_mut().enumerate() {
             let factor = 1.0 / (1 + 2 * stage) as f32;
             words.mapv_inplace(|_: f32| f16::from_f32(factor * normal(rng)).to_f32());
@@ -252,7 +245,7 @@ fn numbers(
         let byte = codes[((stage * heads + at) * capacity + p) * width + j / per_byte];
         usize::from(byte) >> (j % per_byte * 8 / per_byte) & (sizes.words - 1)
     };
-    (0..sizes.stages)
+    (0..STAGES)
         .map(|stage| (0..sizes.groups).map(|j| number(stage, j)).collect())
         .collect()
 }
@@ -312,14 +305,9 @@ impl Tables {
     }
 
     fn entry(&self, [at, a, stage, j, word]: [usize; 5]) -> f64 {
-        let Sizes {
-            stages,
-            groups,
-            words,
-            ..
-        } = self.sizes;
+        let Sizes { groups, words, .. } = self.sizes;
         let quad = at * self.group.div_ceil(4) + a / 4;
-        let i = (((quad * stages + stage) * groups + j) * words + word) * 4 + a % 4;
+        let i = (((quad * STAGES + stage) * groups + j) * words + word) * 4 + a % 4;
         match words {
             16 => f64::from(self.entries[i / 2] >> (16 * (i % 2)) & 0xffff),
             _ => f64::from(f32::from_bits(self.entries[i])),
@@ -355,7 +343,7 @@ impl Tables {
             (line[0] - dot(&query, &of.mean)).abs() <= unit * mean_size,
             "the mean's score"
         );
-        for stage in 0..self.sizes.stages {
+        for stage in 0..STAGES {
             let group = |j: usize| {
                 let (y, sizes) = (of.group(&y, j), of.group(&y_sizes, j));
                 let of_word = |w: usize| {
@@ -459,7 +447,6 @@ fn log_sum(scores: impl Iterator<Item = f64> + Clone) -> f64 {
 
 /// One KV head on the CPU.
 struct Head {
-    of: Arc<HeadCodebook>,
     kv: KvHead,
     index: CpuWpq,
     /// The keys as they were encoded.
@@ -474,7 +461,7 @@ impl Head {
             false => case.kv_head(),
         };
         kv.prompt(keys, keys, query, 0..n);
-        let mut index = CpuWpq::new(Arc::clone(&of));
+        let mut index = CpuWpq::new(of);
         let queries = Array3::zeros((case.shape.group, n, d));
         index.prefill(&Prompt {
             first: 0,
@@ -485,7 +472,6 @@ impl Head {
             kv: &kv,
         });
         Self {
-            of,
             kv,
             index,
             keys: keys.iter().copied().collect(),
@@ -611,7 +597,7 @@ pub fn check(driver: &dyn Driver, case: &Case) {
                     .map(|p| numbers(&codes, sizes, b * g, shape.capacity, at, p))
                     .collect(),
                 keys: &first_keys[at * shape.capacity..(at + 1) * shape.capacity],
-                refined: refined.as_ref().map(|all| &all[at]),
+                refined: &refined[at],
                 chosen: &chosen[at],
             };
             let queries = &queries[at * r * d..(at + 1) * r * d];
@@ -628,7 +614,7 @@ struct Found<'a> {
     codes: Vec<Vec<Vec<usize>>>,
     /// Sort keys by the first stage.
     keys: &'a [u32],
-    refined: Option<&'a RefinedKeys>,
+    refined: &'a RefinedKeys,
     chosen: &'a [u32],
 }
 
@@ -677,46 +663,34 @@ impl Found<'_> {
         let by_first = estimates(&|_| 1);
         let first = Masses::new(&fixed, &by_first, candidates.start, &vec![0.0; r]);
         candidates.clone().for_each(|p| first.check(p, self.keys[p]));
-        let last = match self.refined {
-            None => {
-                assert_eq!(
-                    self.chosen,
-                    best(self.keys, candidates.clone(), budget),
-                    "head {at}"
-                );
-                first
-            }
-            Some(RefinedKeys {
-                positions: list,
-                keys,
-            }) => {
-                assert_eq!(
-                    *list,
-                    best(self.keys, candidates.clone(), 4 * budget),
-                    "refined, head {at}"
-                );
-                let is_refined = |p: usize| list.binary_search(&(p as u32)).is_ok();
-                let both = estimates(&|p| if is_refined(p) { 2 } else { 1 });
-                let removed: Vec<f64> = fixed
-                    .iter()
-                    .zip(&by_first)
-                    .zip(&both)
-                    .map(|((fixed, first), both)| {
-                        let total = |own: &[(f64, f64)]| log_sum(fixed.iter().chain(own).map(|(s, _)| *s));
-                        (total(first) - total(both)).exp2()
-                    })
-                    .collect();
-                let masses = Masses::new(&fixed, &both, candidates.start, &removed);
-                list.iter()
-                    .zip(keys)
-                    .for_each(|(p, key)| masses.check(*p as usize, *key));
-                let expected = best(keys, 0..list.len(), budget).into_iter();
-                let expected: Vec<u32> = expected.map(|i| list[i as usize]).collect();
-                assert_eq!(self.chosen, expected, "head {at}");
-                masses
-            }
-        };
-        self.compare(case, batch, head, tables, queries, &last);
+        let RefinedKeys {
+            positions: list,
+            keys,
+        } = self.refined;
+        assert_eq!(
+            *list,
+            best(self.keys, candidates.clone(), 4 * budget),
+            "refined, head {at}"
+        );
+        let is_refined = |p: usize| list.binary_search(&(p as u32)).is_ok();
+        let both = estimates(&|p| if is_refined(p) { 2 } else { 1 });
+        let removed: Vec<f64> = fixed
+            .iter()
+            .zip(&by_first)
+            .zip(&both)
+            .map(|((fixed, first), both)| {
+                let total = |own: &[(f64, f64)]| log_sum(fixed.iter().chain(own).map(|(s, _)| *s));
+                (total(first) - total(both)).exp2()
+            })
+            .collect();
+        let masses = Masses::new(&fixed, &both, candidates.start, &removed);
+        list.iter()
+            .zip(keys)
+            .for_each(|(p, key)| masses.check(*p as usize, *key));
+        let expected = best(keys, 0..list.len(), budget).into_iter();
+        let expected: Vec<u32> = expected.map(|i| list[i as usize]).collect();
+        assert_eq!(self.chosen, expected, "head {at}");
+        self.compare(case, batch, head, tables, queries, &masses);
     }
 
     /// The CPU chooses the same but for near ties: an entry of a table may be off by a step where it lies between two.
@@ -732,7 +706,6 @@ impl Found<'_> {
         let (at, r) = (self.at, case.shape.group);
         let queries = matrix(queries, 0, [r, case.shape.head_dim]);
         let step = batch.step(at, self.step, queries, &head.kv);
-        assert_eq!(head.of.stages(), tables.sizes.stages);
         let mut theirs = head.index.select(&step).positions;
         theirs.sort_unstable();
         assert_eq!(theirs.len(), self.chosen.len());

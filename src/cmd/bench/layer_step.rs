@@ -64,10 +64,6 @@ pub struct LayerArgs {
     /// Words per group of a 64-bit code of method wpq
     #[arg(long, value_name = "N", default_value = "16", value_parser = PossibleValuesParser::new(["16", "256"]))]
     wpq_words: String,
-    /// Stages of a code of method wpq; with 2, only the keys that are best by the first half of the code are scored with all
-    /// of it
-    #[arg(long, value_name = "N", default_value = "2", value_parser = PossibleValuesParser::new(["1", "2"]))]
-    wpq_stages: String,
     /// What method wpq subtracts from the keys before it encodes them
     #[arg(long, value_enum, default_value_t = Center::Path)]
     wpq_center: Center,
@@ -77,7 +73,6 @@ impl LayerArgs {
     /// Returns the form of the codes of wpq.
     fn code(&self) -> CodeForm {
         CodeForm {
-            stages: if self.wpq_stages == "1" { 1 } else { 2 },
             words: if self.wpq_words == "16" { 16 } else { 256 },
             has_path: self.wpq_center == Center::Path,
         }

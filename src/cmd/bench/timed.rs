@@ -25,12 +25,7 @@ pub fn without(methods: &[MethodName], holds: impl Fn(&'static dyn Bench) -> boo
 pub fn warn_of_unused(asked: &[MethodName], packed: bool, global: &Global) {
     warn_of_methods(asked, packed, global);
     let is_asked = |name: &str| asked.iter().any(|method| method.as_str() == name);
-    for (flag, method) in [
-        ("size", "a2ats"),
-        ("wpq-words", "wpq"),
-        ("wpq-stages", "wpq"),
-        ("wpq-center", "wpq"),
-    ] {
+    for (flag, method) in [("size", "a2ats"), ("wpq-words", "wpq"), ("wpq-center", "wpq")] {
         if global.given.iter().any(|given| given == flag) && !is_asked(method) {
             let warning = format!("--{flag} has no effect here: it applies to method {method} only");
             global.log().warn(&warning);

@@ -28,7 +28,7 @@ const HEADS: [usize; 2] = [2, 4];
 type Make = fn(usize) -> Result<Box<dyn Method>>;
 
 pub fn cases() -> Vec<Case> {
-    let named: [(&str, Make); 11] = [
+    let named: [(&str, Make); 10] = [
         ("streaming", |d| prepared("streaming", d)),
         ("random", |d| prepared("random", d)),
         ("topk", |d| prepared("topk", d)),
@@ -37,9 +37,8 @@ pub fn cases() -> Vec<Case> {
         ("selfindex", |d| prepared("selfindex", d)),
         ("lfps", |d| prepared("lfps", d)),
         ("ctkvr", |d| prepared("ctkvr", d)),
-        ("wpq", |d| wpq(d, [2, 8, 16], true)),
-        ("wpq with one stage", |d| wpq(d, [1, 16, 16], false)),
-        ("wpq with 256 words", |d| wpq(d, [2, 4, 256], true)),
+        ("wpq", |d| wpq(d, [8, 16], true)),
+        ("wpq around the mean with 256 words", |d| wpq(d, [4, 256], false)),
     ];
     let on = [
         ("streaming", KvType::F16, 64),
@@ -60,8 +59,8 @@ pub fn cases() -> Vec<Case> {
         ("ctkvr", KvType::Bf16, 128),
         ("wpq", KvType::Bf16, 128),
         ("wpq", KvType::TwoBit, 64),
-        ("wpq with one stage", KvType::F32, 64),
-        ("wpq with 256 words", KvType::F16, 64),
+        ("wpq", KvType::F32, 64),
+        ("wpq around the mean with 256 words", KvType::F16, 64),
     ];
     let mut cases = Vec::new();
     for (name, kv, d) in on {
@@ -151,11 +150,11 @@ fn a2ats(d: usize, size: usize, copies: usize) -> Result<Box<dyn Method>> {
     Ok(a2ats::with_codebooks(a2ats::Codebooks::of(HEADS[0], heads)))
 }
 
-/// Makes random quantisers with this many stages, groups and words; with `path`, of keys around the path of a mean.
-fn wpq(d: usize, [stages, groups, words]: [usize; 3], path: bool) -> Result<Box<dyn Method>> {
+/// Makes random quantisers with this many groups per stage and words; with `path`, of keys around the path of a mean.
+fn wpq(d: usize, [groups, words]: [usize; 2], path: bool) -> Result<Box<dyn Method>> {
     let mut rng = rng((groups * words) as u64);
     let head = |_| {
-        let mut all = Array4::zeros((stages, groups, words, d.div_ceil(groups)));
+        let mut all = Array4::zeros((2, groups, words, d.div_ceil(groups)));
         for (stage, mut words) in all.outer_iter_mut().enumerate() {
             let scale = 1.0 / (1 + 2 * stage) as f32;
             words.mapv_inplace(|_: f32| f16::from_f32(scale * normal(&mut rng)).to_f32());

@@ -6,7 +6,7 @@ use ndarray::{Array1, Array2, Array4};
 use rand::{Rng, SeedableRng};
 use rand_chacha::ChaCha8Rng;
 
-use super::section::default_directions;
+use super::section::{STAGES, default_directions};
 use super::{HeadCodebook, MeanPath, Wpq, cuda};
 use crate::error::Result;
 use crate::method::bench::{Bench, CodeForm, Contents, Fill, NewHead, TimedLayer, TimedOnCuda};
@@ -14,7 +14,7 @@ use crate::method::cuda::{Indexes, OnDevice};
 use crate::method::params::MethodParams;
 use crate::model::rope::{Rope, RopeConfig, RopeScaling};
 
-/// Bytes of a key's code, all stages together.
+/// Bytes of a key's code, both stages together.
 const BYTES: usize = 8;
 
 /// The rotation of the path of a mean.
@@ -36,7 +36,7 @@ impl Bench for WpqBench {
     }
 
     fn index_bytes(&self, layer: &TimedLayer) -> usize {
-        layer.sequences * layer.kv_heads * layer.context * BYTES / layer.code.stages
+        layer.sequences * layer.kv_heads * layer.context * BYTES / STAGES
     }
 
     fn heads(&self, layer: &TimedLayer, _: &MethodParams) -> Result<Box<NewHead>> {
@@ -56,12 +56,7 @@ impl Bench for WpqBench {
 fn codebook(d: usize, code: CodeForm, seed: u64) -> Result<HeadCodebook> {
     let groups = code.groups();
     let mut rng = ChaCha8Rng::seed_from_u64(seed);
-    let shape = (
-        code.stages,
-        groups,
-        code.words,
-        default_directions(d).div_ceil(groups),
-    );
+    let shape = (STAGES, groups, code.words, default_directions(d).div_ceil(groups));
     let words = Array4::from_shape_simple_fn(shape, || rng.r#gen::<f32>() * 2.0 - 1.0);
     let eye = Array2::eye(d);
     let head = HeadCodebook::new(words.view(), Array1::zeros(d).view(), eye.view(), eye.view())?;

@@ -6,6 +6,7 @@ use ndarray::{Array2, ArrayView1};
 
 use super::codebook::in_bits;
 use super::scores::{CHUNK, WordScores};
+use super::section::STAGES;
 use super::waves::{self, LINES_AT_ONCE};
 use crate::compute::blocks::Row;
 use crate::compute::masks;
@@ -39,8 +40,8 @@ pub(super) fn refined(budget: usize, n: usize) -> usize {
 }
 
 /// Chooses the `budget` candidates with the largest estimated probability, summed over the query heads. The lower place
-/// wins a tie. With two stages, the best [`refined`] candidates by the first stage are scored again by both, and the
-/// choice is made among them. Returns the choice and the refined candidates, none with a single stage.
+/// wins a tie. The best [`refined`] candidates by the first stage are scored again by both, and the choice is made among
+/// them. Returns the choice and the refined candidates.
 ///
 /// # Shapes
 /// codes `[n,width]` per stage; fixed `[r,positions]`, the exact scores of the static set.
@@ -49,27 +50,22 @@ pub(super) fn refined(budget: usize, n: usize) -> usize {
 /// Probabilities in f32, their denominators in f64, from sums of [`SUMMED`] powers in f32.
 pub(super) fn choose(
     mut words: WordScores,
-    codes: &[&[u8]],
+    [first, second]: [&[u8]; STAGES],
     width: usize,
     fixed: &Array2<f32>,
     budget: usize,
 ) -> (Vec<u32>, Vec<u32>) {
-    let n = codes[0].len() / width;
+    let n = first.len() / width;
     let mut scratch = SCRATCH.take();
     let mut all: Vec<Softmax> = fixed.outer_iter().map(Softmax::new).collect();
-    scratch.first_stage(&mut words, n, codes[0], width, &mut all);
-    let chosen = match codes {
-        [_, second] => {
-            let mask = largest_mask(&scratch.mass, refined(budget, n));
-            let places = masks::places(&mask, 0);
-            scratch.second_stage(&mut words, second, width, (&mask, &places), &mut all);
-            let best = largest(&scratch.mass, budget).into_iter();
-            (best.map(|i| places[i as usize]).collect(), places)
-        }
-        _ => (largest(&scratch.mass, budget), Vec::new()),
-    };
+    scratch.first_stage(&mut words, n, first, width, &mut all);
+    let mask = largest_mask(&scratch.mass, refined(budget, n));
+    let places = masks::places(&mask, 0);
+    scratch.second_stage(&mut words, second, width, (&mask, &places), &mut all);
+    let best = largest(&scratch.mass, budget).into_iter();
+    let chosen = best.map(|i| places[i as usize]).collect();
     SCRATCH.set(scratch);
-    chosen
+    (chosen, places)
 }
 
 /// Returns the bytes of a step's buffers: for each of `n` candidates a power per query head and a probability; for each
@@ -255,9 +251,9 @@ mod tests {
     }
 
     /// A quantiser in the metric of the plain dot product.
-    fn codebook(stages: usize, words: usize, has_path: bool) -> HeadCodebook {
-        let shape = (stages, 8, words, D / 8);
-        let words = Array4::from_shape_vec(shape, values(stages * words * D, 1)).unwrap();
+    fn codebook(words: usize, has_path: bool) -> HeadCodebook {
+        let shape = (STAGES, 8, words, D / 8);
+        let words = Array4::from_shape_vec(shape, values(STAGES * words * D, 1)).unwrap();
         let eye = Array2::eye(D);
         let mean = Array1::from(values(D, 2));
         let head = HeadCodebook::new(words.view(), mean.view(), eye.view(), eye.view()).unwrap();
@@ -271,11 +267,11 @@ mod tests {
         }
     }
 
-    /// The scores of all keys by the first stage and by all stages, `[r][n]` each.
+    /// The scores of all keys by the first stage and by both stages, `[r][n]` each.
     fn scores(
         head: &HeadCodebook,
         queries: ArrayView2<f32>,
-        codes: &[Vec<u8>],
+        codes: &[Vec<u8>; STAGES],
         n: usize,
     ) -> [Vec<Vec<f64>>; 2] {
         let mut words = head.scores(queries, FIRST);
@@ -294,9 +290,7 @@ mod tests {
                 }
                 sums.clone()
             });
-            let first = by_stage.next().unwrap();
-            let last = by_stage.last().unwrap_or_else(|| first.clone());
-            [first, last]
+            [by_stage.next().unwrap(), by_stage.next().unwrap()]
         };
         let each: Vec<[Vec<f64>; 2]> = (0..queries.nrows()).map(of).collect();
         [0, 1].map(|stage| each.iter().map(|of| of[stage].clone()).collect())
@@ -334,19 +328,12 @@ mod tests {
             key *= 1.0 + i as f32 / CHUNK as f32;
         }
         let fixed = Array2::from_shape_vec((r, 5), values(r * 5, 6)).unwrap();
-        for (stages, words, has_path) in [
-            (1, 16, false),
-            (1, 256, true),
-            (2, 16, false),
-            (2, 16, true),
-            (2, 256, true),
-        ] {
-            let head = codebook(stages, words, has_path);
+        for (words, has_path) in [(16, false), (16, true), (256, false), (256, true)] {
+            let head = codebook(words, has_path);
             let codes = head.encode(keys.view(), FIRST);
-            let slices: Vec<&[u8]> = codes.iter().map(Vec::as_slice).collect();
             let (chosen, both) = choose(
                 head.scores(queries.view(), FIRST),
-                &slices,
+                codes.each_ref().map(Vec::as_slice),
                 head.width(),
                 &fixed,
                 budget,
@@ -357,27 +344,19 @@ mod tests {
                 let chunks: Vec<f64> = scores.chunks(CHUNK).map(highest).collect();
                 chunks[0] < chunks[1]
             });
-            assert!(rises, "{stages} {words} {has_path}");
+            assert!(rises, "{words} {has_path}");
             let all: Vec<u32> = (0..n as u32).collect();
-            let expected = match stages {
-                1 => {
-                    assert!(both.is_empty());
-                    best(&first, &fixed, &all, budget)
-                }
-                _ => {
-                    let refined = best(&first, &fixed, &all, REFINED * budget);
-                    assert_eq!(both, refined, "{stages} {words} {has_path}");
-                    // The keys that are not refined keep their scores by the first stage.
-                    let mut mixed = first.clone();
-                    for (mixed, last) in mixed.iter_mut().zip(&last) {
-                        refined
-                            .iter()
-                            .for_each(|p| mixed[*p as usize] = last[*p as usize]);
-                    }
-                    best(&mixed, &fixed, &refined, budget)
-                }
-            };
-            assert_eq!(chosen, expected, "{stages} {words} {has_path}");
+            let refined = best(&first, &fixed, &all, REFINED * budget);
+            assert_eq!(both, refined, "{words} {has_path}");
+            // The keys that are not refined keep their scores by the first stage.
+            let mut mixed = first.clone();
+            for (mixed, last) in mixed.iter_mut().zip(&last) {
+                refined
+                    .iter()
+                    .for_each(|p| mixed[*p as usize] = last[*p as usize]);
+            }
+            let expected = best(&mixed, &fixed, &refined, budget);
+            assert_eq!(chosen, expected, "{words} {has_path}");
         }
     }
 }

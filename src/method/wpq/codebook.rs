@@ -11,7 +11,7 @@ use rayon::prelude::*;
 
 use super::path::MeanPath;
 use super::scores::{WordScores, WordTable};
-use super::section::{CHOL, CODEBOOK, Center, MEAN, MEAN_PRE, ROTATION, SECTION, WpqParams};
+use super::section::{CHOL, CODEBOOK, Center, MEAN, MEAN_PRE, ROTATION, SECTION, STAGES, WpqParams};
 use crate::artifact::Artifact;
 use crate::compute::gemm;
 use crate::error::{Error, Result};
@@ -30,7 +30,7 @@ pub struct HeadCodebooks {
 
 /// The quantiser of one KV head.
 pub struct HeadCodebook {
-    stages: Vec<Stage>,
+    stages: [Stage; STAGES],
     /// Mean of the keys that codes describe: of the rotated keys, after `path` was subtracted from them.
     mean: Array1<f32>,
     path: Option<MeanPath>,
@@ -96,7 +96,7 @@ impl HeadCodebooks {
         let params: WpqParams = section.params()?;
         let (d, m) = (artifact.sizes.head_dim, params.groups());
         let n = artifact.sizes.n_layers * artifact.sizes.n_kv_heads;
-        let shape = (n, params.stages, m, params.words, params.group_dim(d));
+        let shape = (n, STAGES, m, params.words, params.group_dim(d));
         let words = Array5::from_shape_vec(shape, section.widened(CODEBOOK)?)?;
         let mean = Array2::from_shape_vec((n, d), section.read(MEAN)?)?;
         let square =
@@ -138,7 +138,7 @@ impl HeadCodebooks {
 }
 
 impl HeadCodebook {
-    /// Makes a quantiser from the words of every stage, `[stages,m,words,dim]` with 16 or 256 words per group, the mean
+    /// Makes a quantiser from the words of both stages, `[2,m,words,dim]` with 16 or 256 words per group, the mean
     /// `[d]`, the Cholesky factor `[d,d]` and the principal directions `[d,d]`, of which the first m dim are used.
     ///
     /// # Errors
@@ -163,7 +163,7 @@ impl HeadCodebook {
             groups: words.outer_iter().map(group).collect(),
         };
         Ok(Self {
-            stages: words.outer_iter().map(stage).collect(),
+            stages: std::array::from_fn(|i| stage(words.index_axis(Axis(0), i))),
             mean: mean.to_owned(),
             path: None,
             projection: project(chol, rotation, m, dim),
@@ -177,11 +177,6 @@ impl HeadCodebook {
             path: Some(path),
             ..self
         }
-    }
-
-    /// Returns the number of stages, one or two.
-    pub fn stages(&self) -> usize {
-        self.stages.len()
     }
 
     /// Returns the number of groups of a stage.
@@ -240,23 +235,21 @@ impl HeadCodebook {
     /// Encodes rotated keys, `[n,d]`, of the positions from `first` on. Returns one array `[n,width]` per stage. A code
     /// holds the numbers of the nearest words in the order of the groups; of two 4-bit numbers in a byte, the first is in
     /// the low bits. The lowest number wins a tie.
-    pub fn encode(&self, k_rope: ArrayView2<f32>, first: usize) -> Vec<Vec<u8>> {
+    pub fn encode(&self, k_rope: ArrayView2<f32>, first: usize) -> [Vec<u8>; STAGES] {
         let rows = k_rope.axis_chunks_iter(Axis(0), ROWS).into_par_iter().enumerate();
-        let chunks: Vec<Vec<Vec<u8>>> = rows
+        let chunks: Vec<[Vec<u8>; STAGES]> = rows
             .map(|(i, rows)| self.encode_rows(rows, first + i * ROWS))
             .collect();
-        let of = |stage: usize| chunks.iter().flat_map(move |chunk| &chunk[stage]).copied();
-        (0..self.stages()).map(|stage| of(stage).collect()).collect()
+        std::array::from_fn(|stage| chunks.iter().flat_map(|chunk| &chunk[stage]).copied().collect())
     }
 
-    fn encode_rows(&self, k_rope: ArrayView2<f32>, first: usize) -> Vec<Vec<u8>> {
+    fn encode_rows(&self, k_rope: ArrayView2<f32>, first: usize) -> [Vec<u8>; STAGES] {
         let mut keys = &k_rope - &self.mean;
         if let Some(path) = &self.path {
             path.subtract(keys.view_mut(), first);
         }
         let mut left = product(keys.view(), self.projection.view());
-        let stages = self.stages.iter();
-        stages.map(|stage| stage.encode(&mut left)).collect()
+        self.stages.each_ref().map(|stage| stage.encode(&mut left))
     }
 
     /// Scores all words for the queries of a step, q_rope `[r,d]`, and the mean at the candidates from position `first`
@@ -271,7 +264,7 @@ impl HeadCodebook {
         WordScores {
             mean: (q_rope.dot(&self.mean) * scale).to_vec(),
             path: self.path.as_ref().map(|path| path.scores(q_rope, first, scale)),
-            stages: self.stages.iter().map(of).collect(),
+            stages: self.stages.each_ref().map(of),
             sums: Vec::new(),
         }
     }

@@ -7,6 +7,7 @@ mod space;
 use std::ffi::c_void;
 use std::rc::Rc;
 
+use super::section::STAGES;
 use crate::compute::cuda::buffer::{Buffer, Ptr};
 use crate::compute::cuda::driver::Driver;
 use crate::compute::cuda::fill::{Random, fill};
@@ -27,7 +28,7 @@ pub struct Wpq<'d> {
     shape: Shape,
     limits: Limits,
     quantisers: Quantisers<'d>,
-    /// The codes of every position, `[stages,b,g,capacity,width]`.
+    /// The codes of every position, `[2,b,g,capacity,width]`.
     pub codes: Buffer<'d, u8>,
     space: Rc<WpqWorkspace<'d>>,
 }
@@ -46,7 +47,7 @@ impl<'d> Wpq<'d> {
     ) -> Result<Self> {
         let shape = shape.checked()?;
         let sizes = quantisers.sizes;
-        let bytes = sizes.stages * shape.heads() * shape.capacity * sizes.width();
+        let bytes = STAGES * shape.heads() * shape.capacity * sizes.width();
         Ok(Self {
             driver,
             shape,
@@ -84,7 +85,6 @@ impl<'d> Wpq<'d> {
             norms: of.norms.ptr(),
             lens: positions.lens.ptr(),
             codes: self.codes.ptr(),
-            stages: sizes.stages,
             groups: sizes.groups,
             dim: sizes.dim,
             n,
@@ -113,25 +113,20 @@ impl<'d> Wpq<'d> {
                 .beside(&mut || space.score_paths(paths, arcs, queries, positions))?;
         }
         self.rank(positions)?;
-        match &space.refined {
-            None => space.best.choose(positions),
-            Some(refined) => {
-                let items = &space.best.selection;
-                let lists = [items.lists.ptr(), items.listed.ptr()];
-                let spans = positions.spans.ptr();
-                space
-                    .best
-                    .choose_into(spans, refined.wants.ptr(), lists, items.most)?;
-                self.refine(refined)?;
-                self.choose_refined(refined, positions)
-            }
-        }
+        let (refined, items) = (&space.refined, &space.best.selection);
+        let lists = [items.lists.ptr(), items.listed.ptr()];
+        let spans = positions.spans.ptr();
+        space
+            .best
+            .choose_into(spans, refined.wants.ptr(), lists, items.most)?;
+        self.refine(refined)?;
+        self.choose_refined(refined, positions)
     }
 
     /// Scores the words for the queries of the step.
     fn build_tables(&self, queries: &Buffer<'_, f32>, positions: &Positions<'_>) -> Result<()> {
         let (of, space, sizes) = (&self.quantisers, &self.space, self.quantisers.sizes);
-        let refined = space.refined.as_ref();
+        let refined = &space.refined;
         kernels::WordTables {
             queries: queries.ptr(),
             query_maps: of.query_maps.ptr().cast(),
@@ -142,11 +137,10 @@ impl<'d> Wpq<'d> {
             tables: self.tables(),
             lines: space.lines.ptr(),
             histograms: space.best.histograms.ptr(),
-            refined_histograms: refined.map(|refined| refined.best.histograms.ptr()),
-            wants: refined.map(|refined| refined.wants.ptr()),
-            item_spans: refined.map(|refined| refined.spans.ptr()),
+            refined_histograms: refined.best.histograms.ptr(),
+            wants: refined.wants.ptr(),
+            item_spans: refined.spans.ptr(),
             scale: self.shape.exponent(),
-            stages: sizes.stages,
             groups: sizes.groups,
             dim: sizes.dim,
             d: self.shape.head_dim,
@@ -180,7 +174,6 @@ impl<'d> Wpq<'d> {
             paths,
             spans,
             parts,
-            stages: sizes.stages,
             groups: sizes.groups,
             width,
             r,
@@ -194,7 +187,6 @@ impl<'d> Wpq<'d> {
             paths,
             spans,
             parts,
-            stages: sizes.stages,
             groups: sizes.groups,
             width,
             r,

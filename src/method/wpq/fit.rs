@@ -5,7 +5,9 @@ use ndarray::{Array1, Array2, Array3, ArrayView2, Axis, s};
 use serde_json::{Map, Value};
 
 use super::codebook::{ROWS, channels, product, project, subtract};
-use super::section::{CHOL, CODEBOOK, Center, MEAN, MEAN_PRE, ROTATION, WpqParams, WpqQuality, WpqSection};
+use super::section::{
+    CHOL, CODEBOOK, Center, MEAN, MEAN_PRE, PASSES, ROTATION, STAGES, WpqParams, WpqQuality, WpqSection,
+};
 use crate::artifact::{Fit, FitText, HeadDone, LayerPart, LayerStates, SectionKind, object};
 use crate::compute::cpu::row_mean;
 use crate::error::{Error, Result};
@@ -132,7 +134,7 @@ impl<'a> HeadFit<'a> {
             return Err(Error::failed("a whitened key is NaN or infinite").hint(OUTLIERS));
         }
         let (mut words, mut last) = (Vec::new(), StageDone::default());
-        for stage in 0..self.params.stages {
+        for stage in 0..STAGES {
             let done = self.stage(stage, &mut words)?;
             last = StageDone {
                 iterations: done.iterations.max(last.iterations),
@@ -165,12 +167,12 @@ impl<'a> HeadFit<'a> {
     fn stage(&mut self, stage: usize, words: &mut Vec<f16>) -> Result<StageDone> {
         let (m, n, dim) = self.rows[0].dim();
         let (params, states) = (self.params, self.states);
-        let first = (self.head * params.stages + stage) * m;
+        let first = (self.head * STAGES + stage) * m;
         let seed = |group| head_seed(params.seed, states.layer, first + group);
         let seeds: Vec<u64> = (0..m).map(seed).collect();
         let kmeans = KMeansParams {
             size: params.words.min(n),
-            iterations: params.iterations,
+            iterations: PASSES,
             min_gain: 0.0,
             init: Init::KMeansPlusPlus,
             seed: params.seed,

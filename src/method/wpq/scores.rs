@@ -1,6 +1,7 @@
 //! Estimated scores of keys: sums of table entries over the numbers of a code. Scores are in bits, the logarithms of
 //! probabilities to the base 2.
 
+use super::section::STAGES;
 use super::waves::{LINE, LINES_AT_ONCE, Walks};
 use crate::compute::blocks::Row;
 use crate::compute::signs::{self, PATTERNS};
@@ -18,7 +19,7 @@ pub(super) struct WordScores<'a> {
     /// The scores of the mean's path from the first candidate on, if codes describe the keys around it.
     pub path: Option<Walks<'a>>,
     /// The scores of the words, by stage and query head.
-    pub stages: Vec<Vec<WordTable>>,
+    pub stages: [Vec<WordTable>; STAGES],
     /// Room for the sums of rounded entries.
     pub sums: Vec<u16>,
 }

@@ -12,7 +12,7 @@ use crate::artifact::{
     table,
 };
 use crate::error::{Error, Result};
-use crate::flags::{parse_count, parse_count_or_all};
+use crate::flags::parse_count_or_all;
 use crate::method::weak::worst_of;
 use crate::model::Sizes;
 use crate::stats::whiten::EPS;
@@ -31,6 +31,11 @@ pub const MEAN_PRE: &str = "wpq.mean_pre";
 pub const CHOL: &str = "wpq.chol";
 /// Principal directions of the whitened keys as columns, the largest variance first.
 pub const ROTATION: &str = "wpq.rotation";
+
+/// Number of stages of a code. The second encodes what the first leaves of a key.
+pub(super) const STAGES: usize = 2;
+/// Maximum number of k-means passes.
+pub(super) const PASSES: usize = 25;
 
 /// Channels from which on a head counts as wide.
 const WIDE: usize = 64;
@@ -62,8 +67,6 @@ pub(super) struct WpqParams {
     pub bits: usize,
     /// Words of each group: 16 or 256.
     pub words: usize,
-    /// Number of stages, one or two. The second encodes what the first leaves of a key.
-    pub stages: usize,
     /// Number of principal directions that codes describe, from the largest variance down; `None` (in artifacts of
     /// earlier versions): all.
     #[serde(skip_serializing_if = "Option::is_none")]
@@ -71,8 +74,6 @@ pub(super) struct WpqParams {
     /// What codes describe the keys around; absent for the mean.
     #[serde(default, skip_serializing_if = "Center::is_mean")]
     pub center: Center,
-    /// Maximum number of k-means passes.
-    pub iterations: usize,
     /// The seed of k-means, per layer, head, stage and group.
     pub seed: u64,
 }
@@ -80,7 +81,7 @@ pub(super) struct WpqParams {
 impl WpqParams {
     /// Returns the number of groups of a stage, m.
     pub fn groups(&self) -> usize {
-        self.bits / self.stages.max(1) / self.words.trailing_zeros().max(1) as usize
+        self.bits / STAGES / self.words.trailing_zeros().max(1) as usize
     }
 
     /// Returns the number of channels per group for keys of `d` channels. In some groups, the last channel may stay
@@ -93,6 +94,8 @@ impl WpqParams {
     pub fn manifest(&self) -> Result<Map<String, Value>> {
         let mut manifest = object(self)?;
         manifest.extend(object(&json!({
+            "stages": STAGES,
+            "iterations": PASSES,
             "groups": self.groups(),
             "rope_space": "post",
             "eps": EPS,
@@ -105,7 +108,6 @@ impl WpqParams {
     fn is_valid(&self, d: usize) -> bool {
         [16, 32, 64].contains(&self.bits)
             && [16, 256].contains(&self.words)
-            && [1, 2].contains(&self.stages)
             && self
                 .directions
                 .is_none_or(|c| c == d || (1..d).contains(&c) && c.is_multiple_of(self.groups()))
@@ -126,16 +128,9 @@ struct WpqFlags {
     /// Bits per key of the wpq codes; none = make no section wpq
     #[arg(long, value_name = "BITS", default_value = "64", value_parser = PossibleValuesParser::new(["16", "32", "64", NONE]))]
     wpq_bits: String,
-    /// Words per group of directions: 16 (4 bits of the code per group and stage) or 256 (8 bits)
+    /// Words per group of directions: 16 (4 bits of the code per group and stage; a code has two stages) or 256 (8 bits)
     #[arg(long, value_name = "N", default_value = "16", value_parser = PossibleValuesParser::new(["16", "256"]))]
     wpq_words: String,
-    /// Number of stages of a wpq code. With 2, one half of the bits encodes the key, and the other half what the first
-    /// leaves of it; only the best 4 keys per position of the budget, by the first half, are scored with both
-    #[arg(long, value_name = "N", default_value = "2", value_parser = PossibleValuesParser::new(["1", "2"]))]
-    wpq_stages: String,
-    /// Maximum number of k-means passes for wpq
-    #[arg(long, value_name = "N", default_value_t = 25, value_parser = parse_count)]
-    wpq_iterations: usize,
     /// Number of principal directions of the keys that a wpq code describes, rounded up to a multiple of the groups, or
     /// `all`; more directions describe each key more closely, but every decode step has more to read [default: half of the
     /// head's channels if it has 64 or more, otherwise all]
@@ -152,10 +147,8 @@ impl WpqFlags {
         let mut params = WpqParams {
             bits: self.wpq_bits.parse().ok()?,
             words: self.wpq_words.parse().ok()?,
-            stages: self.wpq_stages.parse().ok()?,
             directions: None,
             center: self.wpq_center,
-            iterations: self.wpq_iterations,
             seed,
         };
         let directions = self.wpq_directions.unwrap_or(default_directions(d)).min(d);
@@ -251,16 +244,20 @@ impl SectionKind for WpqSection {
     }
 
     fn specs(&self, params: &Map<String, Value>, sizes: Sizes) -> Result<Vec<Spec>> {
+        // Earlier versions could encode keys in one stage.
+        if let Some(stages) = params.get("stages").filter(|of| **of != json!(STAGES)) {
+            return Err(self.removed("stages", stages));
+        }
         let p: WpqParams = parse("sections.wpq", params)?;
         let (l, g, d) = (sizes.n_layers, sizes.n_kv_heads, sizes.head_dim);
         if !p.is_valid(d) {
             return Err(Error::failed(
-                "`sections.wpq` has `bits`, `words`, `stages` or `directions` that are not valid",
+                "`sections.wpq` has `bits`, `words` or `directions` that are not valid",
             ));
         }
         let path = (p.center == Center::Path).then(|| Spec::new::<f32>(MEAN_PRE, &[l, g, d]));
         let specs = [
-            Spec::new::<f16>(CODEBOOK, &[l, g, p.stages, p.groups(), p.words, p.group_dim(d)]),
+            Spec::new::<f16>(CODEBOOK, &[l, g, STAGES, p.groups(), p.words, p.group_dim(d)]),
             Spec::new::<f32>(MEAN, &[l, g, d]),
             Spec::new::<f32>(CHOL, &[l, g, d, d]),
             Spec::new::<f32>(ROTATION, &[l, g, d, d]),
@@ -297,17 +294,15 @@ impl SectionKind for WpqSection {
         let p: WpqParams = section.params()?;
         let directions = p.directions.map_or("all".to_owned(), |n| n.to_string());
         Ok(format!(
-            "{} bits per key{}: {} of {} groups of {} words, {directions} directions, at most {} k-means passes, seed {}",
+            "{} bits per key{}: two stages of {} groups of {} words, {directions} directions, seed {}",
             p.bits,
             if p.center == Center::Path {
                 ", around the path of the mean"
             } else {
                 ""
             },
-            if p.stages == 1 { "one stage" } else { "two stages" },
             p.groups(),
             p.words,
-            p.iterations,
             p.seed
         ))
     }

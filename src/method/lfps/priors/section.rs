@@ -8,8 +8,8 @@ use super::super::constants::{GAMMA, LOCAL};
 use super::fit::PriorsFit;
 use super::sample::Sample;
 use super::{
-    ALPHAS, EXACT, GAMMAS, HISTORY, LAGS, MIN_TOP_K, OFFSETS, RELATIVE, SECTION, SHARE,
-    STRUCTURAL_END, THETAS, TOP_DIVISOR, anchors, sample, slash_start,
+    ALPHAS, EXACT, GAMMAS, HISTORY, LAGS, MIN_TOP_K, OFFSETS, RELATIVE, SECTION, SHARE, STRUCTURAL_END,
+    THETAS, TOP_DIVISOR, anchors, sample, slash_start,
 };
 use crate::artifact::{
     Column, Facts, Fit, FitInput, HeadReport, MomentsRead, SectionKind, SectionView, object, share, table,

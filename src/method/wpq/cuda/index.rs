@@ -70,10 +70,7 @@ impl CudaIndex for Wpq<'_> {
         let (c, sizes) = (&set.candidates, self.quantisers.sizes);
         let budget = self.limits.budget.positions(set.visible().len());
         reads.range(c.start * sizes.width()..c.end * sizes.width());
-        match sizes.stages {
-            1 => reads.array(sizes.bytes),
-            _ => reads.unlisted(sizes.bytes + sizes.width() * refined(budget, c.len())),
-        }
+        reads.unlisted(sizes.bytes + sizes.width() * refined(budget, c.len()));
     }
 }
 

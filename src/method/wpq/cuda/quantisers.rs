@@ -8,6 +8,7 @@ use crate::compute::cuda::driver::Driver;
 use crate::compute::signs::PATTERNS;
 use crate::error::{Error, Result};
 use crate::method::wpq::codebook::HeadCodebook;
+use crate::method::wpq::section::STAGES;
 
 /// The most bits of a key's code.
 const MOST_BITS: usize = 64;
@@ -15,8 +16,6 @@ const MOST_BITS: usize = 64;
 /// The sizes of a quantiser.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Sizes {
-    /// Number of stages, one or two.
-    pub stages: usize,
     /// Number of groups per stage, m.
     pub groups: usize,
     /// Number of channels per group.
@@ -34,7 +33,6 @@ impl Sizes {
     pub fn of(head: &HeadCodebook) -> Self {
         let (words, dim) = head.words(0, 0).dim();
         Self {
-            stages: head.stages(),
             groups: head.groups(),
             dim,
             words,
@@ -57,17 +55,16 @@ impl Sizes {
         self.words == PATTERNS
     }
 
-    /// Returns the number of words in all groups and stages.
+    /// Returns the number of words in all groups and both stages.
     pub(super) fn entries(self) -> usize {
-        self.stages * self.groups * self.words
+        STAGES * self.groups * self.words
     }
 
     fn check(self) -> Result<()> {
-        let bits = self.stages * self.groups * self.word_bits();
+        let bits = STAGES * self.groups * self.word_bits();
         let is_supported = [PATTERNS, 256].contains(&self.words)
-            && [1, 2].contains(&self.stages)
             && bits <= MOST_BITS
-            && [1, 2, 4, 8].contains(&self.width())
+            && [1, 2, 4].contains(&self.width())
             && self.width() * 8 == self.groups * self.word_bits()
             && self.groups * self.dim <= 128;
         match is_supported {
@@ -95,9 +92,9 @@ pub struct Quantisers<'d> {
     pub(super) arcs: Option<Buffer<'d, f32>>,
     /// The same as the sum of two bf16 numbers, as `path_scores` reads it: `[g,2,ARC,k]`.
     pub(super) arc_parts: Option<Buffer<'d, bf16>>,
-    /// The words, `[g,stages,m,dim,words]`.
+    /// The words, `[g,2,m,dim,words]`.
     pub(super) words: Buffer<'d, f16>,
-    /// Half of the squared norm of each word, `[g,stages,m,words]`.
+    /// Half of the squared norm of each word, `[g,2,m,words]`.
     pub(super) norms: Buffer<'d, f32>,
 }
 
@@ -117,7 +114,7 @@ impl<'d> Quantisers<'d> {
             )));
         }
         let (mut words, mut norms) = (Vec::new(), Vec::new());
-        let groups = |head| (0..sizes.stages).flat_map(move |s| (0..sizes.groups).map(move |j| (head, s, j)));
+        let groups = |head| (0..STAGES).flat_map(move |s| (0..sizes.groups).map(move |j| (head, s, j)));
         for (head, stage, group) in heads.iter().flat_map(groups) {
             let rounded = head.words(stage, group).mapv(f16::from_f32);
             words.extend(rounded.t().iter());

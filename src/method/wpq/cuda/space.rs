@@ -23,7 +23,7 @@ const SCORED: usize = 32 * ARC;
 /// The buffers of a step; all layers with the same sliding window share them.
 pub struct WpqWorkspace<'d> {
     driver: &'d dyn Driver,
-    /// The score tables, `[b,g,r / 4,stages,m,words,4]`, of u16 or f32. Entries beyond the last query head stay zero.
+    /// The score tables, `[b,g,r / 4,2,m,words,4]`, of u16 or f32. Entries beyond the last query head stay zero.
     pub(super) tables: Buffer<'d, u32>,
     /// The numbers that turn sums of entries into scores, `[b,h,LINE]`.
     pub(super) lines: Buffer<'d, f32>,
@@ -31,10 +31,10 @@ pub struct WpqWorkspace<'d> {
     pub(super) parts: Buffer<'d, f32>,
     /// The denominators of the softmax, `[b,h,2]`.
     pub(super) totals: Buffer<'d, f32>,
-    /// Chooses positions; with two stages, the keys to refine.
+    /// Chooses the keys to refine.
     pub(super) best: Best<'d>,
-    /// The buffers of the second stage; `None` with one stage.
-    pub(super) refined: Option<Refined<'d>>,
+    /// The buffers of the second stage.
+    pub(super) refined: Refined<'d>,
     /// The scores of the mean's path; `None` unless codes describe the keys around it.
     pub(super) paths: Option<Paths<'d>>,
 }
@@ -86,22 +86,15 @@ impl<'d> WpqWorkspace<'d> {
             true => entries / 2,
             false => entries,
         };
-        let (refined, listed) = match sizes.stages {
-            1 => (None, most),
-            _ => {
-                let room = most.saturating_mul(REFINED).min(capacity);
-                let refined = Refined::new(driver, shape, room, most)?;
-                let room = refined.best.shape.capacity;
-                (Some(refined), room)
-            }
-        };
+        let room = most.saturating_mul(REFINED).min(capacity);
+        let refined = Refined::new(driver, shape, room, most)?;
         Ok(Self {
             driver,
             tables: Buffer::zeros(driver, "tables of words", words)?,
             lines: Buffer::zeros(driver, "scales of tables", h * LINE)?,
             parts: Buffer::new(driver, "sums of weights", h * (1 + capacity.div_ceil(SCAN)) * 2)?,
             totals: Buffer::new(driver, "sums of weights", h * 2)?,
-            best: Best::new(driver, shape, listed)?,
+            best: Best::new(driver, shape, refined.best.shape.capacity)?,
             refined,
             paths: None,
         })
@@ -217,20 +210,16 @@ impl<'d> WpqWorkspace<'d> {
         self.best.keys.read()
     }
 
-    /// Copies the refined keys of each KV head to the host; `None` with one stage. Waits for the device.
-    pub fn refined(&self) -> Result<Option<Vec<RefinedKeys>>> {
-        let Some(refined) = &self.refined else {
-            return Ok(None);
-        };
-        let (lists, keys) = (self.best.selection.read()?, refined.best.keys.read()?);
-        let heads = lists
-            .into_iter()
-            .zip(keys.chunks_exact(refined.best.shape.capacity));
+    /// Copies the refined keys of each KV head to the host. Waits for the device.
+    pub fn refined(&self) -> Result<Vec<RefinedKeys>> {
+        let best = &self.refined.best;
+        let (lists, keys) = (self.best.selection.read()?, best.keys.read()?);
+        let heads = lists.into_iter().zip(keys.chunks_exact(best.shape.capacity));
         let head = |(positions, keys): (Vec<u32>, &[u32])| RefinedKeys {
             keys: keys[..positions.len()].to_vec(),
             positions,
         };
-        Ok(Some(heads.map(head).collect()))
+        Ok(heads.map(head).collect())
     }
 
     /// Copies the lines `[b,h,5]` and the tables of the last step to the host, laid out as the kernels have them. Waits
