@@ -1,11 +1,12 @@
 # make demo   build, calibrate the bundled model, generate with it, time the methods, write a report
 # make test   every test; make check: format, lints and documentation
 # make fuzz   random inputs to everything that is read, FUZZ_SECONDS=60 for each target (docs/fuzzing.md)
-# make real   fetch a real model and texts (140 MB) and check them against transformers (docs/real.md)
-# make results     docs/results.md and docs/small.md: what the methods lose, and which claims of the papers hold;
-#                  QUESTIONS=4096,8192 asks eight questions about each text of both lengths, TASKS=4096 one about each
-# make real-eval   what every method loses on that model, at equal bytes read
-# make study   whether calibration pays on that model: beside indexes without data, by domain and by amount of text
+# make real   fetch a real model and texts (150 MB) and check them against transformers (docs/real.md)
+# make sweep       the best options of every method on development text; ONLY=quest,lfps searches for some methods alone
+# make results     what the methods lose, and which claims of the papers hold, then all pages; `make results-long` measures
+#                  one table (scripts/results.py lists them). FINAL=1: the final texts, once per version
+# make study       whether calibration pays on that model; `make study-pays`, `-domains`, `-lengths`: one part
+# make pages       docs/results.md and every table that is made from docs/results/*.json, without measuring anything
 # make cluster-test   the scripts of docs/cluster.md on a Slurm that runs on this machine meanwhile; less than three minutes
 # make static   a program that carries OpenBLAS inside (Linux; libgfortran-12-dev beside what `make demo` needs)
 # make screenshots   docs/report-*.png, the page of the real model (after `make results`)
@@ -17,12 +18,13 @@ DEMO = target/demo
 PYTHON = target/python/bin/python
 REAL = target/real
 LAB = $(REAL)/lab
-# Tokens of the texts that `make results` asks about: eight questions about each text, and one about each.
-QUESTIONS = 4096
-TASKS =
+# Methods that `make sweep` searches for; empty = all.
+ONLY =
+# The tables of `make results`, of which each has a document in docs/results. Of `make results-easy-4096` too.
+TABLES = text long same claims questions-4096 questions-8192 tasks-4096 wpq-bits wpq-center equal-time code-store index-search
 REAL_PYTHON = $(REAL)/python/bin/python
 
-.PHONY: all static demo test check fuzz setup vulkan chromium cuda golden clean results real real-eval study screenshots gpu-kit gpu-check \
+.PHONY: all static demo test check fuzz setup vulkan chromium cuda golden clean results sweep pages real study screenshots gpu-kit gpu-check \
 	cluster-test
 
 # `kvsmith --version` tells the commit.
@@ -66,26 +68,49 @@ real: all $(REAL)/python/complete
 	KVSMITH_REAL=$(abspath $(REAL)) KVSMITH_PYTHON=$(abspath $(REAL_PYTHON)) \
 		$(CARGO) test --locked --test suite -- --ignored real::
 
-# docs/results.md from the real model, docs/small.md from the bundled one; goes on where it stopped.
+# The best options of every method, on development text: docs/results/sweep.json. Each method is kept as it ends.
+sweep: real
+	$(REAL_PYTHON) scripts/sweep.py $(KVSMITH) $(REAL) docs/results/sweep.json $(if $(ONLY),--only $(ONLY))
+
+# Every table, one after the other, and the pages. What is measured is not measured again by the same program.
+ifdef FINAL
 results: real
-	$(REAL_PYTHON) scripts/results.py $(KVSMITH) $(REAL) docs/results.md --questions $(QUESTIONS) --tasks "$(TASKS)"
+	$(REAL_PYTHON) scripts/results.py $(KVSMITH) $(REAL) --final
+	$(MAKE) pages
+else
+results: $(TABLES:%=results-%)
 	$(RELEASE) run --release --locked --example small -- $(KVSMITH) target/small
+	$(MAKE) pages
+endif
 
-# Every method on the real model at equal bytes read; about two hours on 2 cores, and goes on where it stopped.
-real-eval: real
-	$(REAL_PYTHON) scripts/real_eval.py $(KVSMITH) $(REAL)
+# One table of at most an hour on two cores: docs/results/NAME.json.
+results-equal-time: real
+	$(REAL_PYTHON) benches/equal_time.py $(KVSMITH) $(REAL)
 
-# Whether calibration pays, on that model; about five hours on 2 cores, and goes on where it stopped.
-study: real
-	$(REAL_PYTHON) scripts/study.py $(KVSMITH) $(REAL)
+results-code-store results-index-search: results-%: real
+	$(REAL_PYTHON) benches/$(subst -,_,$*).py $(KVSMITH) $(REAL)
 
-# The page of the real model, as pictures for the documentation; needs Chromium.
-screenshots: all
+results-%: real
+	$(REAL_PYTHON) scripts/results.py $(KVSMITH) $(REAL) --only $*
+
+# Whether calibration pays, on that model: docs/results/study-*.json.
+study: study-pays study-domains study-lengths
+	$(MAKE) pages
+
+study-%: real
+	$(REAL_PYTHON) scripts/study.py $(KVSMITH) $(REAL) --only $*
+
+# The pages from the committed documents; `make test` checks that they are up to date.
+pages: target/python/complete
+	$(PYTHON) scripts/render.py
+
+# The page of the real model, as pictures for the documentation; needs Chromium, and what the tables named below left in $(LAB).
+screenshots: results-text results-same results-questions-4096
 	$(KVSMITH) calibrate --model $(REAL)/model --text calib-data/text.txt --max-tokens 40960 --size 1024 --holdout 0.1 \
 		--seq-len 8192 --no-verdict -o $(LAB)/of-bible.safetensors --overwrite
-	$(KVSMITH) verdict $(LAB)/main.safetensors --model $(REAL)/model --tokens $(LAB)/main.tokens.json \
-		--max-tokens all --holdout 0.1 --seq-len 8192 -o $(LAB)/report.safetensors --overwrite
-	$(KVSMITH) report $(LAB)/report.safetensors $(foreach name,text long questions-4096,--eval $(LAB)/$(name).json) \
+	$(KVSMITH) verdict $(LAB)/main.safetensors --model $(REAL)/model --text $(LAB)/main.handbook.txt $(LAB)/main.python.txt \
+		--uuid-tokens 8192 --max-tokens all --holdout 0.1 --seq-len 8192 -o $(LAB)/report.safetensors --overwrite
+	$(KVSMITH) report $(LAB)/report.safetensors $(foreach name,text-handbook same-python questions-4096,--eval $(LAB)/$(name).json) \
 		--against $(LAB)/of-bible.safetensors -o $(LAB)/report.html --overwrite
 	@sh scripts/screenshots.sh $(LAB)/report.html
 

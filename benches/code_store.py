@@ -1,10 +1,10 @@
 """Measures whether the codes of `wpq` can be part of the cache itself: keys as 64 bits of codes and a 2-bit residual.
 
-    python benches/code_store.py CALIB OTHER --layers 3,9,15,21,27
+    python benches/code_store.py KVSMITH REAL [--layers 9,21]
 
-CALIB and OTHER are dumps as for benches/index_search.py. For several forms of the keys of OTHER, the script prints the bits per
-key and the error: the squared error of the scores of 12 queries per block, divided by the variance of the scores of a query.
-The forms are:
+Texts and fits are those of benches/index_search.py. For several forms of the keys, around their mean, the script writes the bits
+per key and the errors to docs/results/code-store.json: the squared error of the scores of 12 queries per block, divided by the
+variance of the scores of a query, for each head and block. The forms are:
 
     2, 3 and 4 bits     bits per channel, with the smallest value and the step in f16 for every 32 channels of a key
     sign and 2 bits     a sign, and 2 bits for the magnitude divided by the largest magnitude of the channel, quantised
@@ -16,13 +16,9 @@ The forms are:
 Needs numpy and faiss-cpu.
 """
 
-import argparse
-import json
-from pathlib import Path
-
 import numpy as np
 
-from index_search import STEPS, Quantiser, Space, blocks_of, rotate, tensors
+from index_search import CONTEXT, STEPS, Lab, Quantiser, Space, arguments, blocks_of, documents, dumps, rotate, tensors
 
 GROUP = 32
 
@@ -72,12 +68,9 @@ def errors(keys, read, queries):
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("calib", type=Path, help="dump to calibrate on")
-    parser.add_argument("other", type=Path, help="dump of other text, with --queries")
-    parser.add_argument("--layers", required=True, help="layers to measure, such as 3,9,15")
-    parser.add_argument("--theta", type=float, default=100000.0, help="base of the rotary frequencies")
-    args = parser.parse_args()
+    args = arguments(__doc__)
+    lab = Lab(args.kvsmith, args.real)
+    args.calib, args.other = dumps(lab)
     calib, other = (tensors(path / "tokens.safetensors") for path in (args.calib, args.other))
     moments = tensors(args.calib / "moments.safetensors")
     fit = calib["held_out"] == 0
@@ -98,9 +91,9 @@ def main():
                 for name, size, read in forms(k, space, quantiser):
                     found.setdefault(name, []).append(errors(k, read, q[:, steps]))
                     sizes[name] = size
-    print("| form | bits per key | error, mean | median | largest |\n|---|---|---|---|---|")
-    for name, values in found.items():
-        print(f"| {name} | {sizes[name]} | {np.mean(values):.5f} | {np.median(values):.5f} | {np.max(values):.4f} |")
+    rows = [{"form": name, "bits": sizes[name], "errors": errors} for name, errors in found.items()]
+    documents.save("code-store", {"table": "code-store", "program": lab.commit(), "text": "development", "length": CONTEXT,
+                                  "calibration": lab.fits, "layers": args.layers, "rows": rows})
 
 
 if __name__ == "__main__":

@@ -2,16 +2,14 @@
 
     python equal_time.py KVSMITH REAL [--blocks 20]
 
-REAL is the folder in which `make results` ran: its artifact is used, and its dump, to which two more sections are fitted. For
-`wpq` with codes of 64 bits in three forms (two stages of 8 groups of 16 words, the same around the mean of the keys, two
-stages of 4 groups of 256 words), for `selfindex` and for `a2ats` with 1,024 codewords, the script measures at every budget
+REAL is the folder that `make real` made. For every index and budget, the script measures
 
 - the time that the choice and the attention of one layer take: `bench attend` on random data, with the model's heads, 8,192
   positions and one thread; the least of five medians of 50 runs;
-- the KL on held-out text of the same length, half of it from each of two texts.
+- the KL on validation text of the same length, each work with an artifact that is calibrated on the other.
 
-It prints both, and for every index the KL at the time that the two-stage `wpq` takes at a budget of 6 %, interpolated between
-budgets on logarithmic scales, or nothing if its budgets take less or more time.
+It writes docs/results/equal-time.json, with a row for full attention. scripts/render.py interpolates between budgets and gives
+the KL of every index at the time that `wpq` takes at a budget of 6 %.
 """
 
 import argparse
@@ -23,80 +21,74 @@ from pathlib import Path
 import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "scripts"))
-from lab import RESAMPLES, SEED  # noqa: E402
+import documents  # noqa: E402
+from results import FORMS as SECTIONS  # noqa: E402
 from results import Results  # noqa: E402
 
 BUDGETS = (0.015, 0.03, 0.06, 0.12, 0.24)
 CONTEXT, SHAPE, STEPS, TURNS = 8192, "9/3x64", 16, 5
-WIDE = ("--wpq-words", "256")
-# Label, method, name of the artifact, flags of `bench`.
+# Label, method, form of its section, flags of `bench`.
 FORMS = (
-    ("wpq, 16 words, two stages", "wpq", "main", ()),
-    ("the same around the mean", "wpq", "wpq-mean", ("--wpq-center", "mean")),
-    ("wpq, 256 words", "wpq", "wpq-256", WIDE),
-    ("selfindex", "selfindex", "main", ()),
-    ("a2ats, 1,024 codewords", "a2ats", "main", ("--size", "1024")),
+    ("`wpq`", "wpq", "", ()),
+    ("`wpq` around the mean", "wpq", "mean", ("--wpq-center", "mean")),
+    ("`selfindex`", "selfindex", "", ()),
+    ("`a2ats`, 1,024 codewords", "a2ats", "", ("--size", "1024")),
+    ("`pqcache`", "pqcache", "", ()),
 )
 
 
-def times(kvsmith):
-    """Returns the microseconds of a step by label and budget: the least median of runs in turn."""
+def time_of(kvsmith, method, budget, flags):
+    """Returns the microseconds of a step: the median of runs."""
+    command = [kvsmith, "bench", "attend", "--shapes", SHAPE, "--context", CONTEXT, "--methods", method,
+               "--budget", budget, "--threads", 1, "--runs", 50, "--device", "cpu", *flags, "--json", "-q"]
+    printed = subprocess.run(list(map(str, command)), check=True, stdout=subprocess.PIPE).stdout
+    [row] = json.loads(printed)["rows"]
+    return 1e6 * row["median_s"]
+
+
+def times(kvsmith, forms):
+    """Returns the microseconds of a step by label and budget, and of full attention: the least median of runs in turn."""
     found = {}
     for _ in range(TURNS):
-        for label, method, _, flags in FORMS:
-            for budget in BUDGETS:
-                command = [kvsmith, "bench", "attend", "--shapes", SHAPE, "--context", CONTEXT, "--methods", method,
-                           "--budget", budget, "--threads", 1, "--runs", 50, "--device", "cpu", *flags, "--json", "-q"]
-                printed = subprocess.run(list(map(str, command)), check=True, stdout=subprocess.PIPE).stdout
-                [row] = json.loads(printed)["rows"]
-                median = 1e6 * row["median_s"]
-                found[label, budget] = min(median, found.get((label, budget), median))
+        for label, method, _, flags in (("full", "full", "", ()), *forms):
+            for budget in BUDGETS if method != "full" else BUDGETS[:1]:
+                time = time_of(kvsmith, method, budget, flags)
+                found[label, budget] = min(time, found.get((label, budget), time))
     return found
 
 
-def losses(results, blocks):
+def losses(results, forms, blocks):
     """Returns the KL of every block by label and budget."""
-    others = [results.section("wpq-mean", "wpq", ["--wpq-center", "mean"]), results.section("wpq-256", "wpq", WIDE)]
-    documents = results.blocks("handbook", CONTEXT, blocks // 2)
-    documents += results.blocks("python", CONTEXT, blocks - len(documents))
-    flags = ["--budgets", ",".join(map(str, BUDGETS)), "--decode", STEPS]
-    document = results.measure("equal-time", documents, "wpq,selfindex,a2ats", flags, [results.main, *others])
     found = {}
-    for row in document["rows"]:
-        artifact = Path(row.get("artifact", "main.safetensors")).stem
-        for label, method, name, _ in FORMS:
-            if (row["method"], artifact) == (method, name):
-                found[label, row["budget"]] = np.array(row["kl_by_block"])
+    of_handbook = results.blocks("handbook", CONTEXT, blocks // 2)
+    for work, of_work in (("handbook", of_handbook), ("python", results.blocks("python", CONTEXT, blocks - len(of_handbook)))):
+        corpus, artifact = results.of(work)
+        mean = results.form(corpus, *SECTIONS["mean"])
+        text = results.tokens(f"equal-time-{work}", of_work)
+        methods = ",".join(dict.fromkeys(method for _, method, _, _ in forms))
+        options = ["--artifact", artifact, "--against", mean, "--tokens", text, "--max-tokens", 10**9, "--seq-len", CONTEXT, "--methods", methods,
+                   "--budgets", ",".join(map(str, BUDGETS)), "--decode", STEPS]
+        for row in results.eval(f"equal-time-{work}", options, [text, artifact, mean])["rows"]:
+            form = "mean" if Path(row.get("artifact", artifact)).stem == mean.stem else ""
+            for label, *key in forms:
+                if (row["method"], form) == tuple(key[:2]):
+                    found.setdefault((label, row["budget"]), []).extend(row["kl_by_block"])
     return found
-
-
-def at_time(label, time, kl, wanted):
-    """Returns the mean KL that a method has at a time, or None outside the times of its budgets."""
-    own = [time[label, budget] for budget in BUDGETS]
-    if not own[0] <= wanted <= own[-1]:
-        return None
-    logs = np.log([kl[label, budget].mean(-1) for budget in BUDGETS])
-    return np.exp([np.interp(np.log(wanted), np.log(own), column) for column in np.atleast_2d(logs.T)])
 
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("kvsmith", type=Path, help="the program")
     parser.add_argument("real", type=Path, help="the folder that `make real` made")
-    parser.add_argument("--blocks", type=int, default=20, help="blocks of held-out text")
+    parser.add_argument("--blocks", type=int, default=20, help="blocks of validation text")
     arguments = parser.parse_args()
-    kl = losses(Results(arguments.kvsmith, arguments.real), arguments.blocks)
-    time = times(arguments.kvsmith)
-    picked = np.random.default_rng(SEED).integers(arguments.blocks, size=(RESAMPLES, arguments.blocks))
-    resampled = {key: blocks[picked] for key, blocks in kl.items()}
-    print("| index | " + " | ".join(f"budget {budget:.1%}" for budget in BUDGETS) + " | KL at the time of wpq at 6 % (95 %) |")
-    print("|---" * (len(BUDGETS) + 2) + "|")
-    wanted = time[FORMS[0][0], 0.06]
-    for label, *_ in FORMS:
-        cells = [f"{time[label, budget]:.0f} us, {kl[label, budget].mean():.4f}" for budget in BUDGETS]
-        found, spread = (at_time(label, time, of, wanted) for of in (kl, resampled))
-        last = "" if found is None else "{:.4f} ({:.4f} to {:.4f})".format(found[0], *np.percentile(spread, [2.5, 97.5]))
-        print(f"| {label} | " + " | ".join(cells) + f" | {last} |")
+    results = Results(arguments.kvsmith, arguments.real)
+    forms = [form for form in FORMS if results.knows([form[1]]) and results.knows([form[1]], "bench attend")]
+    kl, time = losses(results, forms, arguments.blocks), times(arguments.kvsmith, forms)
+    rows = [{"index": label, "budget": budget, "us": us, **({"kl": np.mean(kl[label, budget]), "kl_by_block": kl[label, budget]} if label != "full" else {})}
+            for (label, budget), us in time.items()]
+    documents.save("equal-time", {"table": "equal-time", "program": results.commit(), "text": "validation", "length": CONTEXT,
+                                  "calibration": results.fits, "rows": sorted(rows, key=lambda row: (row["index"] == "full", [f[0] for f in forms].index(row["index"]) if row["index"] != "full" else 0, row["budget"]))})
 
 
 if __name__ == "__main__":

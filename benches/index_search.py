@@ -1,28 +1,32 @@
 """Compares indexes of keys at equal bytes read, outside kvsmith: the parts of `wpq`, and the alternatives that were tried.
 
-Needs two dumps of one model: one to calibrate on, and one of other text, with queries and values, in long blocks:
+    python benches/index_search.py KVSMITH REAL [--layers 9,21]
 
-    kvsmith dump --model MODEL --text calib.txt --seq-len 8192 --queries -o CALIB
-    kvsmith dump --model MODEL --text other.txt --seq-len 8192 --holdout 0 --queries --values -o OTHER
-    python benches/index_search.py CALIB OTHER --layers 3,9,15,21,27
-
-Every index chooses the positions that 12 late queries of each block attend, besides 4 sinks and a window of 64. The error is
+REAL is the folder that `make real` made. The indexes are fitted to the mixture of scripts/lab.py and measured on development text,
+two blocks of each work. The script writes docs/results/index-search.json. Every index chooses the positions that 12 late queries of each block attend, besides 4 sinks and a window of 64. The error is
 that of the attention output, without the layer's output projection: |o - o_full|^2 / |o_full|^2 over the query heads of a
 layer, averaged over steps, heads and layers. Needs numpy and faiss-cpu.
 """
 
 import argparse
 import json
+import sys
 from pathlib import Path
 
 import faiss
 import numpy as np
 
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "scripts"))
+import documents  # noqa: E402
+from lab import MIXED, WORKS, Lab  # noqa: E402
+
+TOKENS, CONTEXT, BLOCKS = 40_960, 8192, 2
 SINKS, WINDOW, STEPS, ITERATIONS = 4, 64, 12, 15
 SHARES = (0.05, 0.1)
 # The WRoPE position, to which `sum_qq` of the moments belongs.
 POSITION = 2048
 FRACTIONS = np.array([0.001, 0.002, 0.005, 0.01, 0.015, 0.02, 0.03, 0.04, 0.05, 0.07, 0.1, 0.15, 0.2])
+PATH = "half of the directions, two stages, around the path"
 # Budgets that differ per head: all positions above a threshold of the estimated probability, and top-p.
 THRESHOLDS = 2.0 ** -np.arange(2, 16, 0.5)
 MASSES = 1 - 2.0 ** -np.arange(1, 12, 0.5)
@@ -190,6 +194,28 @@ class Quantiser:
         return out
 
 
+class AroundPath:
+    """Codes of half of the directions around the path of the mean key: of k - R_i mean, as `wpq` has them."""
+
+    def __init__(self, keys, positions, mean, theta, moment):
+        d = keys.shape[1]
+        self.mean, self.theta = mean, theta
+        left = keys - self.path(positions)
+        self.quantiser = Quantiser(Space(left, moment, directions=d // 2), left, 8, 16, 2)
+        # The step also reads the mean and the mean before rotation.
+        self.bits, self.fixed = self.quantiser.bits, self.quantiser.fixed + 8 * d
+
+    def path(self, positions):
+        return rotate(np.repeat(self.mean[None], len(positions), 0), positions, self.theta)
+
+    def encode(self, keys, positions):
+        return self.quantiser.encode(keys - self.path(positions))
+
+    def scores(self, q, codes, path):
+        exact = q @ path.T / np.sqrt(q.shape[1])
+        return [scores + exact for scores in self.quantiser.scores(q, codes)]
+
+
 class Signs:
     """Self-Indexing's one-pass centroids: the mean of the keys that share the signs of four channels."""
 
@@ -321,19 +347,21 @@ class Table:
         count = np.mean([np.mean([c for _, c in v], 0) for v in layers.values()], 0)
         return np.exp(np.interp(np.log(fraction), np.log(count + 1e-9), np.log(error)))
 
-    def print(self):
-        heads = " | ".join(f"error at {share:.0%}" for share in SHARES)
-        print(f"| index | bits per key | {heads} |\n|---|---|" + "---|" * len(SHARES))
+    def document(self):
+        """Returns the rows: the bits read per key, and at each share the errors with one budget, one threshold and top-p, or None."""
+        rows = []
         for name in self.rows:
             index, _ = self.reads[name]
-            cells = []
+            errors = []
             for share in SHARES:
                 fraction = self.fraction(name, share)
-                cells.append(f"{self.error(name, fraction):.4f}" if fraction > FRACTIONS[0] else "cannot")
-                if (name, "top-p") in self.adaptive and fraction > FRACTIONS[0]:
-                    found = (self.at_adaptive(name, kind, fraction) for kind in ("threshold", "top-p"))
-                    cells[-1] += " ({:.4f}, {:.4f})".format(*found)
-            print(f"| {name} | {index * self.row * 8:.0f} | " + " | ".join(cells) + " |")
+                if fraction <= FRACTIONS[0]:
+                    errors.append(None)
+                    continue
+                adaptive = [self.at_adaptive(name, kind, fraction) for kind in ("threshold", "top-p") if (name, kind) in self.adaptive]
+                errors.append([self.error(name, fraction), *adaptive])
+            rows.append({"index": name, "bits": index * self.row * 8, "errors": errors})
+        return rows
 
 
 def measure(table, layer, step, estimates, bits_and_fixed):
@@ -400,13 +428,29 @@ def blocks_of(tokens):
     return [(a, b) for a, b in zip(starts, ends) if b > a]
 
 
-def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("calib", type=Path, help="dump to calibrate on; made with --queries, it also gives mass-weighted k-means")
-    parser.add_argument("other", type=Path, help="dump of other text, with --queries and --values")
-    parser.add_argument("--layers", required=True, help="layers to measure, such as 3,9,15")
+def dumps(lab):
+    """Returns the dump that indexes are fitted to, and that of other text, in which they are searched."""
+    fitted = lab.corpus("main", MIXED, TOKENS)
+    lab.calibrated(fitted)
+    blocks = [block for work in WORKS for block in lab.blocks(work, CONTEXT, BLOCKS, "development")]
+    other = lab.documents("search", blocks, ("--seq-len", CONTEXT, "--holdout", 0))
+    return lab.dump(fitted, "queries", ("--queries",)), lab.dump(other, "values", ("--queries", "--values"))
+
+
+def arguments(doc):
+    """Parses the arguments that this script has in common with benches/code_store.py."""
+    parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("kvsmith", type=Path, help="the program")
+    parser.add_argument("real", type=Path, help="the folder that `make real` made")
+    parser.add_argument("--layers", default="9,21", help="layers to measure, such as 3,9,15")
     parser.add_argument("--theta", type=float, default=100000.0, help="base of the rotary frequencies")
-    args = parser.parse_args()
+    return parser.parse_args()
+
+
+def main():
+    args = arguments(__doc__)
+    lab = Lab(args.kvsmith, args.real)
+    args.calib, args.other = dumps(lab)
     calib, other = tensors(args.calib / "tokens.safetensors"), tensors(args.other / "tokens.safetensors")
     moments = tensors(args.calib / "moments.safetensors")
     positions, fit = calib["position"].astype(np.float32), calib["held_out"] == 0
@@ -427,6 +471,7 @@ def main():
                 weights = attention_of(keys, rotated, blocks_of(calib))[fit]
             moment = moments["sum_qq_rope"][layer, head] / moments["count"][layer, head]
             calibrated = indexes(keys[fit], moment, weights)
+            around = AroundPath(keys[fit], positions[fit], own["k_pre"][head][fit].mean(0), args.theta, moment)
             windowed = windowed_indexes(own["k_pre"][head][fit], moments["sum_qq"][layer, head] / moments["count"][layer, head])
             for start, end in blocks_of(other):
                 if end - start < length:
@@ -439,16 +484,19 @@ def main():
                 codes = {name: index.encode(k) for name, index in calibrated.items()}
                 codes |= {name: index.encode(theirs["k_pre"][head, start:end]) for name, index in windowed.items()}
                 known = {name: (index.bits, index.fixed) for name, index in (calibrated | windowed).items()}
-                known["signs"] = (signs.bits, signs.fixed)
+                known |= {"signs": (signs.bits, signs.fixed), PATH: (around.bits, around.fixed)}
+                path, of_path = around.path(at), around.encode(k, at)
                 for t in np.linspace(length - 512, length - 1, STEPS).astype(int):
                     n = t + 1
                     estimates = {"signs": [signs.scores(q[:, t], n)]}
                     for name, index in (calibrated | windowed).items():
                         cut = [[code[:n] for code in stage] for stage in codes[name]]
                         estimates[name] = index.scores((at_window if name in windowed else q)[:, t], cut)
+                    estimates[PATH] = around.scores(q[:, t], [[code[:n] for code in stage] for stage in of_path], path[:n])
                     measure(table, layer, Step(q[:, t], k[:n], theirs["v"][head, start:end][:n]), estimates, known)
         print(f"layer {layer} done", flush=True)
-    table.print()
+    documents.save("index-search", {"table": "index-search", "program": lab.commit(), "text": "development", "length": CONTEXT, "shares": SHARES,
+                                    "calibration": lab.fits, "layers": args.layers, "rows": table.document()})
 
 
 if __name__ == "__main__":

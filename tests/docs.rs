@@ -36,6 +36,43 @@ fn tables_of_the_gpu_page_are_of_its_results() {
     );
 }
 
+#[test]
+#[ignore = "needs Python with numpy; `make test` makes one and runs this test"]
+fn tables_are_of_the_committed_documents() {
+    let python = std::env::var("KVSMITH_PYTHON").expect("KVSMITH_PYTHON names a Python");
+    let script = root().join("scripts/render.py");
+    let output = Command::new(python).arg(script).arg("--check").output().unwrap();
+    assert!(
+        output.status.success(),
+        "{}",
+        String::from_utf8_lossy(&output.stderr)
+    );
+}
+
+/// The speeds of README.md are those of docs/cpu.md.
+#[test]
+fn speeds_of_the_readme_are_measured() {
+    let readme = std::fs::read_to_string(root().join("README.md")).unwrap();
+    let cpu = std::fs::read_to_string(root().join("docs/cpu.md")).unwrap();
+    let (_, speeds) = readme.split_once("\nSpeed was measured").unwrap();
+    let (speeds, _) = speeds.split_once("\n## ").unwrap();
+    let cells = speeds.lines().filter(|line| line.starts_with("| ")).skip(1);
+    let cells: Vec<&str> = cells.flat_map(|line| line.split('|').skip(2)).collect();
+    let mut found = 0;
+    for cell in cells {
+        let words: Vec<&str> = cell.split_whitespace().collect();
+        for pair in words.windows(2) {
+            let unit = pair[1].trim_end_matches(',');
+            if ["ms", "s"].contains(&unit) && pair[0].parse::<f64>().is_ok() {
+                let time = format!("{} {unit}", pair[0]);
+                assert!(cpu.contains(&time), "README.md: {time} is not in docs/cpu.md");
+                found += 1;
+            }
+        }
+    }
+    assert!(found >= 9, "{found}");
+}
+
 /// Compares the program with the script on an artifact with this `--positions` and `--wpq-center`.
 fn python_reads((positions, center): (&str, &str)) {
     let python = std::env::var("KVSMITH_PYTHON").expect("KVSMITH_PYTHON names a Python");

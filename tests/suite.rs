@@ -43,6 +43,7 @@ mod sections;
 mod sessions;
 mod shaders;
 mod signals;
+mod small;
 mod source;
 mod tasks;
 mod terminal;

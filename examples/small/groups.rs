@@ -5,6 +5,9 @@ use serde_json::Value;
 /// Methods of the overview.
 pub const METHODS: &str = "topk,wpq,a2ats,selfindex,lfps,ctkvr,quest,snapkv,streaming,random";
 const BUDGETS: &str = "0.02,0.06,0.2";
+/// Tables that are not made from a [`Group`].
+pub const BY_LENGTH: &str = "needles_by_length";
+pub const SIMILARITY: &str = "codebook_similarity";
 /// Options of the calibration that most cases use.
 pub const BASE: &str = "--size 1024 --max-tokens 65536";
 

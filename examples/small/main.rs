@@ -15,7 +15,7 @@ use kvsmith::method::a2ats::{CODEBOOK, FitParams, MEAN};
 use kvsmith::method::sections::SECTIONS;
 use serde_json::{Value, json};
 
-use groups::{BASE, Case, Group, METHODS, On, groups};
+use groups::{BASE, BY_LENGTH, Case, Group, METHODS, On, SIMILARITY, groups};
 use page::page;
 
 type Error = Box<dyn std::error::Error>;
@@ -27,10 +27,6 @@ const NEEDLES: &str = "calib-data/needles.jsonl";
 const CONVERSATIONS: &str = "calib-data/conversations.jsonl";
 /// Lengths of prompts in the needle file; each prompt is near one of them.
 const LENGTHS: [u64; 3] = [512, 1024, 2000];
-
-/// Tables that are not made from a [`Group`].
-const BY_LENGTH: &str = "needles_by_length";
-const SIMILARITY: &str = "codebook_similarity";
 
 fn main() -> Result<(), Error> {
     let mut args = std::env::args().skip(1);

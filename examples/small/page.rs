@@ -5,8 +5,7 @@ use std::fmt::Write as _;
 
 use serde_json::{Value, json};
 
-use crate::groups::{METHODS, Measured, groups, told};
-use crate::{BY_LENGTH, SIMILARITY};
+use super::groups::{BY_LENGTH, METHODS, Measured, SIMILARITY, groups, told};
 
 /// Writes the page from the results.
 pub fn page(results: &BTreeMap<String, Value>) -> String {

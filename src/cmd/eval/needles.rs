@@ -374,6 +374,7 @@ pub(super) fn run(
         "needles": full.asked(),
         "full_needle_accuracy": full.accuracy(),
         "full_needle_accuracy_by_turn": full.by_turn(),
+        "full_scores_by_line": full.by_line(),
         "full_by_task": full.by_task(),
     });
     Ok((found, stopped))

@@ -92,6 +92,7 @@ impl Measurements<'_> {
                 let none = json!({ "recall": null, "mass": null, "output_error": null, "kl": null });
                 merge(&mut row, &none);
                 row["needle_accuracy_by_turn"] = json!(report.answers.by_turn());
+                row["scores_by_line"] = json!(report.answers.by_line());
                 row["by_task"] = json!(report.answers.by_task());
             }
             false => {

@@ -83,6 +83,12 @@ impl Answers {
         mean_score(lines.iter().flat_map(|line| &self.lines[*line])).map_or(0.0, f64::from)
     }
 
+    /// Returns the score of each question, line by line.
+    pub fn by_line(&self) -> Vec<Vec<f64>> {
+        let scores = |line: &Vec<Asked>| line.iter().map(|asked| asked.score).collect();
+        self.lines.iter().map(scores).collect()
+    }
+
     /// Returns the mean score per turn.
     pub fn by_turn(&self) -> Vec<f64> {
         let turns = self.all().map(|asked| asked.turn + 1).max().unwrap_or(0);

@@ -1,0 +1,255 @@
+"""Tables of the pages in docs/ and of README.md, in Markdown, from the documents in docs/results."""
+
+import numpy as np
+
+from claims import BYPASS, NO_BYPASS, PAPERS, judged, percentage
+from intervals import FEWEST, fits_interval, interval, mean_interval, paired, picked, ratio_interval
+
+# What a form is called in a table, where its name would not do.
+LABELS = {BYPASS: "bypass", NO_BYPASS: "no bypass"}
+
+
+def grid(head, rows):
+    """Return a table in Markdown."""
+    lines = ["| " + " | ".join(head) + " |", "|" + "---|" * len(head)]
+    return "\n".join(lines + ["| " + " | ".join(map(str, row)) + " |" for row in rows]) + "\n"
+
+
+def percent(value):
+    return "" if value is None else f"{100 * value:.1f} %"
+
+
+def spread(interval, digits, scale=1):
+    """Return an interval in parentheses, or nothing."""
+    return "" if interval is None else " ({:.{d}f} to {:.{d}f})".format(*(scale * end for end in interval), d=digits)
+
+
+def label(row):
+    """Name the method and form of a row; a tuned row also says its options."""
+    form = LABELS.get(row["form"], row["form"])
+    if form == "tuned":
+        form = f"tuned: {row['options'] or 'defaults'}"
+    return f"`{row['method']}`" + (f" ({form})" if form else "")
+
+
+def kl_interval(row):
+    """Return the interval of a row's mean KL, over fits too if several were measured."""
+    if "kl_by_fit" in row:
+        return fits_interval(row["kl_by_fit"])
+    return mean_interval(row["kl_by_block"])
+
+
+def decimals(key, digits):
+    return lambda row: f"{row[key]:.{digits}f}" if row.get(key) is not None else ""
+
+
+# Column heads of tables of text, and their cells.
+TEXT_COLUMNS = {
+    "KL, nats (95 %)": lambda row: f"{row['kl']:.4f}" + spread(kl_interval(row), 4),
+    "median block": lambda row: f"{np.median(row['kl_by_block']):.4f}",
+    "largest block": lambda row: f"{max(row['kl_by_block']):.4f}",
+    "99th percentile": decimals("kl_p99", 3),
+    "equal top-1": lambda row: percent(row.get("top1_equal")),
+    "perplexity ratio": decimals("perplexity_ratio", 3),
+    "recall": decimals("recall", 3),
+    "mass": decimals("mass", 3),
+    "index bits": decimals("index_bits_per_token", 0),
+}
+
+
+def filled(head, rows):
+    """Return a table without the columns that are empty in every row."""
+    used = [i for i in range(len(head)) if any(row[i] != "" for row in rows)]
+    return grid([head[i] for i in used], [[row[i] for i in used] for row in rows])
+
+
+def budget_of(row):
+    budgets = row["budget"] if isinstance(row["budget"], list) else [row["budget"]]
+    return ", ".join(f"{budget:.4f}" for budget in budgets)
+
+
+def text_table(document):
+    """Return the rows of a table of text, by share of the bytes; a row that was not measured says why."""
+    rows = []
+    for row in sorted(document["rows"], key=lambda row: row["share"]):
+        start = [percent(row["share"]), label(row)]
+        if row["budget"] is None:
+            rows.append([*start, "", row.get("why") or f"at least {percent(row['least'])}", *[""] * (1 + len(TEXT_COLUMNS))])
+            continue
+        cells = [cell(row) for cell in TEXT_COLUMNS.values()]
+        rows.append([*start, budget_of(row), percent(row["bytes_read_fraction"]), percent(row.get("bytes_moved_fraction")), *cells])
+    return filled(["bytes", "method", "budget", "read", "moved", *TEXT_COLUMNS], rows) + missing_rows(document)
+
+
+def missing_rows(document):
+    """List what was not measured, with the reasons."""
+    rows = document.get("missing") or []
+    return "".join(f"\nNot in this table: `{row['method']}`{' ' + row['form'] if row.get('form') else ''}, because {row['why']}.\n" for row in rows)
+
+
+def best_of_papers(document, share, tuned=True):
+    """Return the row of the papers' methods, in any form, that loses least at a share of the bytes."""
+    rows = [row for row in document["rows"] if row["method"] in PAPERS and row["share"] == share and "kl_by_block" in row]
+    return min(rows, key=lambda row: row["kl"], default=None)
+
+
+def shares_of(document):
+    return sorted({row["share"] for row in document["rows"]})
+
+
+def row_at(document, method, form, share):
+    rows = [row for row in document["rows"] if (row["method"], row["form"], row["share"]) == (method, form, share)]
+    return rows[0] if rows and "kl_by_block" in rows[0] else None
+
+
+def ratio_table(document):
+    """Compare wpq with the method of the papers, in any form, that loses least at each share of the bytes."""
+    rows = []
+    for share in shares_of(document):
+        best, ours = best_of_papers(document, share), row_at(document, "wpq", "", share)
+        if best and ours:
+            interval = ratio_interval(ours["kl_by_block"], best["kl_by_block"])
+            rows.append([percent(share), label(best), f"{best['kl']:.4f}", f"{ours['kl']:.4f}", f"{ours['kl'] / best['kl']:.2f}" + spread(interval, 2)])
+    return grid(["bytes", "best method of the papers", "its KL", "KL of `wpq`", "ratio (95 %, paired)"], rows)
+
+
+def claim_table(tables):
+    rows = []
+    for row in judged(tables):
+        reads = ", ".join(percent(share) or "?" for share in row["reads"])
+        if "p" not in row:
+            rows.append([row["source"], row["claim"], "not measured: one of the two cannot read so little", "", reads, "", "", "", ""])
+            continue
+        less, more = row["kl"]
+        one_block = "" if row["largest"] <= 0.5 else "all" if row["largest"] >= 1 else f"{100 * row['largest']:.0f} %"
+        rows.append([row["source"], row["claim"], f"**{row['verdict']}**", row["after_holm"], reads, f"{less:.4f}, {more:.4f}",
+                     f"{row['difference']:.4f}" + spread(row["interval"], 4), f"{row['median']:.4f}", one_block])
+    return filled(["source", "claim", "here", "after Holm", "read by the first, by the second", "KL of the first, of the second",
+                   "difference (95 %, paired)", "median block", "share of the largest block"], rows)
+
+
+def scores(row):
+    """Return the mean scores of the lines of a row of questions, or None for a row of an earlier version, which lacks them."""
+    return [float(np.mean(line)) for line in row["scores_by_line"]] if "scores_by_line" in row else None
+
+
+def question_table(document):
+    """Return the table of questions: the share of right answers, and what topk answers more."""
+    exact = next((row for row in document["rows"] if row["method"] == "topk" and row.get("needle_accuracy") is not None), None)
+    tasks = [of["task"] for of in document.get("full_by_task", ())]
+    # A single task is the whole table.
+    tasks = tasks if len(tasks) > 1 else []
+    rows = []
+    for row in document["rows"]:
+        if row["budget"] is None:
+            rows.append([label(row), "", row.get("why") or f"at least {percent(row['least'])}", "", "", "", *[""] * len(tasks)])
+            continue
+        own = scores(row)
+        right = f"{100 * row['needle_accuracy']:.1f} %"
+        right += spread(mean_interval(own) if own else (row.get("intervals") or {}).get("needle_accuracy"), 1, 100)
+        less = ""
+        if exact and row is not exact:
+            less = f"{100 * (exact['needle_accuracy'] - row['needle_accuracy']):.1f}"
+            if own:
+                less += spread(paired(scores(exact), own)[1], 1, 100)
+        of_task = {of["task"]: percent(of["accuracy"]) for of in row.get("by_task", ())}
+        rows.append([label(row), budget_of(row), percent(row["bytes_read_fraction"]), percent(row.get("bytes_moved_fraction")), right, less,
+                     *(of_task.get(task, "") for task in tasks)])
+    return filled(["method", "budget", "read", "moved", "right (95 %)", "points below `topk` (95 %, paired)", *(f"`{task}`" for task in tasks)], rows) + missing_rows(document)
+
+
+def study_table(document):
+    """Return a part of the study: the mean KL of each index, and what it loses more than the first one, on each work."""
+    works = list(dict.fromkeys(row["work"] for row in document["rows"]))
+    found = {}
+    for row in document["rows"]:
+        found.setdefault((row["method"], row["index"]), {})[row["work"]] = row
+    rows, first = [], {}
+    # The rows of a method stand together.
+    for method, index in sorted(found, key=lambda key: list(dict.fromkeys(method for method, _ in found)).index(key[0])):
+        cells = [f"`{method}`" if method not in first else "", index]
+        for work in works:
+            row = found[method, index].get(work)
+            reference = first.get(method, {}).get(work)
+            if row is None:
+                cells.append("")
+                continue
+            cell = f"{row['kl']:.4f}"
+            if reference is not None:
+                cell += spread(paired(row["kl_by_block"], reference["kl_by_block"])[1], 4)
+            cells.append(f"{cell}, {percent(row['bytes_read_fraction'])}")
+        first.setdefault(method, found[method, index])
+        rows.append(cells)
+    blocks = len(document["rows"][0]["kl_by_block"])
+    about = (f"{blocks} blocks of {document['length']:,} tokens of each text. A cell gives the mean KL in nats, in parentheses the 95 % interval of the paired\n"
+             "difference from the first index of the method (above 0: it loses more), and the share of the bytes that was read.\n\n")
+    return about + grid(["method", "index", *(f"KL on {work}, read" for work in works)], rows)
+
+
+def bits_table(document):
+    """Return the KL of codes of 32 and 64 bits at equal bytes, and the ratios of the blocks."""
+    rows = []
+    for share in shares_of(document):
+        long, short = (row_at(document, "wpq", form, share) for form in ("", "32 bits"))
+        ratios = sorted(np.array(short["kl_by_block"]) / long["kl_by_block"])
+        rows.append([percent(share), f"{long['kl']:.4f}", f"{short['kl']:.4f}", ", ".join(f"{ratio:.2f}" for ratio in ratios)])
+    return grid(["bytes", "KL with 64 bits", "with 32 bits", "ratio by block, ascending"], rows)
+
+
+def center_table(document):
+    """Return how much of the variance of keys the path of their mean makes up, and the error of the codes around it."""
+    rows = document["rows"]
+    share = [1 - row["path"]["variance"] / row["mean"]["variance"] for row in rows]
+    error = [row["path"]["held_out_inertia"] / row["mean"]["held_out_inertia"] for row in rows]
+    cells = [["share of the path in the variance of the keys", f"{np.median(share):.2f}", f"{max(share):.2f}", f"above a half: {sum(s > 0.5 for s in share)}"],
+             ["error of the codes on held-out tokens, path over mean", f"{np.median(error):.2f}", f"{max(error):.2f}", f"above 1: {sum(e > 1 for e in error)}"]]
+    return grid(["", "median head", "largest", f"of {len(rows)} heads"], cells)
+
+
+def at_time(rows, losses, wanted):
+    """Return the KL that an index has at a time, from that of its budgets on logarithmic scales: losses [.., budgets]; None outside their times."""
+    times = [row["us"] for row in rows]
+    if not times[0] <= wanted <= times[-1]:
+        return None
+    logs = np.log(losses)
+    return np.exp([np.interp(np.log(wanted), np.log(times), column) for column in np.atleast_2d(logs)])
+
+
+def time_table(document):
+    """Return loss against time, and the KL of every index at the time of the first one at a budget of 6 %."""
+    found = {}
+    for row in document["rows"]:
+        found.setdefault(row["index"], []).append(row)
+    wanted = next(row["us"] for row in next(iter(found.values())) if row["budget"] == 0.06)
+    rows = []
+    for index, each in found.items():
+        if index == "full":
+            rows.append(["full attention", *[""] * (len(rows[0]) - 2), f"{each[0]['us']:.0f} us, 0"])
+            continue
+        losses = np.array([row["kl_by_block"] for row in each])
+        here = at_time(each, losses.mean(1), wanted)
+        last = ""
+        if here is not None:
+            of = losses[:, picked(losses.shape[1])].mean(-1).T
+            last = f"{here[0]:.4f}" + (spread(interval(at_time(each, of, wanted)), 4) if losses.shape[1] >= FEWEST else "")
+        rows.append([index, *(f"{row['us']:.0f} us, {row['kl']:.4f}" for row in each), last])
+    budgets = [f"budget {100 * row['budget']:g} %" for row in next(iter(found.values()))]
+    return grid(["index", *budgets, f"KL at {wanted:.0f} us (95 %)"], rows)
+
+
+def store_table(document):
+    """Return the error of scores of each form of the keys."""
+    rows = [[row["form"], row["bits"], f"{np.mean(row['errors']):.4f}", f"{np.max(row['errors']):.3f}"] for row in document["rows"]]
+    return grid(["key", "bits", "error, mean", "largest"], rows)
+
+
+def search_table(document):
+    """Return the error of attention's output of each index at equal bytes, with one budget, one threshold and top-p."""
+    def cell(errors):
+        if errors is None:
+            return "cannot"
+        own, *others = [f"{error:.4f}" for error in errors]
+        return own + (f" ({', '.join(others)})" if others else "")
+
+    rows = [[row["index"], f"{row['bits']:.0f}", *(cell(errors) for errors in row["errors"])] for row in document["rows"]]
+    return grid(["index", "bits read per key, with fixed tables", *(f"error at {percentage(share)} (threshold, top-p)" for share in document["shares"])], rows)

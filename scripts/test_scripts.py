@@ -1,0 +1,161 @@
+"""Tests of the scripts that measure the real model, without a model: python -m unittest discover -s scripts."""
+
+import unittest
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import numpy as np
+
+import claims
+import documents
+import intervals
+import lab
+import results
+import study
+import sweep
+import tables
+
+# The layout of an earlier version: UUIDs as a third document of text, of which the draw held out everything.
+DOCUMENTS = [("handbook", 128), ("python", 128), ("uuid", 64)]
+MANIFEST = {"calibration": {"seq_len": 64, "tokens": 320, "blocks": 5, "held_out": [[4, 0, 64]]}}
+
+
+class Fits(unittest.TestCase):
+    def test_fitted_tokens_are_those_that_were_not_held_out(self):
+        self.assertEqual(lab.fitted_tokens(MANIFEST, DOCUMENTS), {"handbook": 128, "python": 128, "uuid": 0})
+        half = {"calibration": MANIFEST["calibration"] | {"held_out": [[1, 0, 64], [4, 58, 64]]}}
+        self.assertEqual(lab.require_fitted(half, DOCUMENTS), {"handbook": 64, "python": 128, "uuid": 58})
+
+    def test_a_kind_of_text_without_fitted_tokens_stops_the_script(self):
+        with self.assertRaises(SystemExit) as stopped:
+            lab.require_fitted(MANIFEST, DOCUMENTS)
+        self.assertIn("no tokens of uuid", str(stopped.exception))
+
+    def test_another_layout_than_that_of_the_artifact_stops_the_script(self):
+        with self.assertRaises(SystemExit):
+            lab.fitted_tokens(MANIFEST, DOCUMENTS[:2])
+
+
+class Intervals(unittest.TestCase):
+    def test_exact_p_values(self):
+        # Of the 32 changes of signs, 2 give a mean as far from 0.
+        self.assertEqual(intervals.sign_flip([1.0] * 5), 2 / 32)
+        # 3 + 1 + 1, -3 - 1 - 1.
+        self.assertEqual(intervals.sign_flip([3.0, 1.0, 1.0]), 2 / 8)
+        self.assertEqual(intervals.sign_flip([1.0, -1.0]), 1.0)
+
+    def test_holm(self):
+        # 3 x 0.01, then 2 x 0.02, then the larger of 1 x 0.03 and what came before.
+        np.testing.assert_allclose(intervals.holm([0.02, 0.01, 0.03]), [0.04, 0.03, 0.04])
+
+    def test_few_blocks_have_no_interval(self):
+        losses = np.linspace(0.0, 1.0, 20)
+        self.assertIsNone(intervals.mean_interval(losses[:19]))
+        self.assertIsNone(intervals.fits_interval(np.ones((3, 19))))
+        low, high = intervals.mean_interval(losses)
+        self.assertTrue(low < losses.mean() < high)
+
+    def test_an_interval_of_fits_contains_their_spread(self):
+        losses = np.array([[1.0], [2.0], [3.0]]) + 0.01 * np.linspace(-1, 1, 20)
+        low, high = intervals.fits_interval(losses)
+        self.assertLess(low, 1.4)
+        self.assertGreater(high, 2.6)
+
+    def test_the_block_that_makes_the_mean(self):
+        self.assertAlmostEqual(intervals.largest_share([8.0, 1.0, 1.0]), 0.8)
+        self.assertAlmostEqual(intervals.largest_share([-8.0, -1.0, -1.0]), 0.8)
+
+
+class Claims(unittest.TestCase):
+    def test_verdicts(self):
+        def row(method, losses):
+            return {"method": method, "form": "", "part": "base", "kl_by_block": losses, "bytes_read_fraction": 0.1}
+
+        losses = np.linspace(0.01, 0.02, 20)
+        [of] = [of for of in claims.judged({"claims": {"rows": [row("wpq", losses + 0.001), row("topk", losses)]}})]
+        self.assertEqual((of["verdict"], of["after_holm"]), ("contradicted", "contradicted"))
+        self.assertAlmostEqual(of["difference"], 0.001)
+        self.assertEqual(of["p"], 2 / 2**20)
+        [of] = claims.judged({"claims": {"rows": [row("wpq", losses[:6]), row("topk", losses[:6] + 1)]}})
+        self.assertEqual(of["verdict"], "too few blocks")
+
+
+class Merging(unittest.TestCase):
+    ROW = {"method": "wpq", "form": "", "options": "", "share": 0.1, "budget": 0.05, "kl": 2.0, "perplexity_ratio": 1.0, "kl_median": 1.0}
+
+    def test_rows_of_several_fits(self):
+        rows = [self.ROW | {"fit": fit, "kl": kl, "kl_by_block": [kl, kl], "perplexity_ratio": of} for fit, kl, of in ((0, 1.0, 1.0), (1, 3.0, 4.0))]
+        [row] = results.over_fits(rows)
+        self.assertEqual((row["kl"], row["kl_by_fit"], row["kl_by_block"]), (2.0, [[1.0, 1.0], [3.0, 3.0]], [2.0, 2.0]))
+        self.assertAlmostEqual(row["perplexity_ratio"], 2.0)
+        self.assertIsNone(row["kl_median"])
+
+    def test_rows_of_several_works(self):
+        few, many = ({"blocks": len(of), "steps": 10, "rows": [self.ROW | {"kl": np.mean(of), "kl_by_block": of}]} for of in ([1.0], [4.0, 4.0]))
+        merged = results.over_works([few, many])
+        [row] = merged["rows"]
+        self.assertEqual((merged["blocks"], merged["steps"], row["kl"], row["kl_by_block"]), (3, 20, 3.0, [1.0, 4.0, 4.0]))
+        many["rows"][0] |= {"budget": None, "least": 0.2}
+        [row] = results.over_works([few, many])["rows"]
+        self.assertEqual((row["budget"], row["least"]), (None, 0.2))
+
+    def test_the_best_options_read_no_more_than_their_share(self):
+        row = {"entry": "lfps", "method": "lfps", "length": 8192, "share": 0.1}
+        rows = [row | {"options": "a", "budget": 0.1, "bytes_read_fraction": 0.12, "kl": 0.1}, row | {"options": "b", "budget": None},
+                row | {"options": "c", "budget": 0.1, "bytes_read_fraction": 0.1, "kl": 0.3}, row | {"options": "d", "budget": 0.1, "bytes_read_fraction": 0.1, "kl": 0.2}]
+        self.assertEqual([best["options"] for best in sweep.best(rows)], ["d"])
+
+
+class Final(unittest.TestCase):
+    def test_a_version_opens_the_final_texts_once(self):
+        uses = results.open_final("one", [])
+        self.assertEqual([use["finished"] for use in uses], [False])
+        self.assertEqual(results.open_final("one", uses), uses, "a stopped run may continue")
+        with self.assertRaises(SystemExit):
+            results.open_final("another", uses)
+        with self.assertRaises(SystemExit):
+            results.open_final("one", [uses[0] | {"finished": True}])
+        older = [uses[0] | {"version": "0.0.1", "finished": True}]
+        self.assertEqual(len(results.open_final("one", older)), 2)
+
+
+class Artifacts(unittest.TestCase):
+    def test_the_index_without_data_keeps_nothing_of_the_calibration(self):
+        layers, heads, d = 2, 1, 64
+        tensors = {"wpq.chol": np.ones((layers, heads, d, d), np.float32), "wpq.mean": np.ones((layers, heads, d), np.float32),
+                   "wpq.mean_pre": np.ones((layers, heads, d), np.float32), "wpq.codebook": np.ones((layers, heads, 2, 8, 16, 4), np.float16)}
+        manifest = {"sections": {"wpq": {"center": "path", "directions": 32}}}
+        study.without_data(np.array([[1.0], [2.0]]))(tensors, manifest, np.random.default_rng(1))
+        self.assertEqual((manifest["sections"]["wpq"]["center"], manifest["sections"]["wpq"]["directions"]), ("mean", d))
+        self.assertNotIn("wpq.mean_pre", tensors)
+        self.assertEqual(np.abs(tensors["wpq.mean"]).max(), 0)
+        # One bit of each of 64 normal channels: of the size's square, 1 - 2 / pi is left.
+        draw = np.random.default_rng(2).normal(size=(200, d)) * 2
+        words = tensors["wpq.codebook"][1, 0].astype(np.float64)
+        left = 0.0
+        for key in draw @ tensors["wpq.rotation"][1, 0]:
+            groups = np.stack([key[group::8] for group in range(8)])
+            for stage in words:
+                nearest = ((groups[:, None] - stage) ** 2).sum(-1).argmin(1)
+                groups = groups - stage[np.arange(8), nearest]
+            left += (groups**2).mean() / len(draw)
+        self.assertAlmostEqual(left / 4, 1 - 2 / np.pi, delta=0.02)
+
+
+class Pages(unittest.TestCase):
+    def test_documents_are_read_as_they_were_written(self):
+        with TemporaryDirectory() as folder:
+            documents.save("one", {"shares": (0.05, np.float64(0.1)), "rows": [{"kl": 1 / 3, "kl_by_block": [1e-9]}]}, Path(folder))
+            self.assertEqual(documents.load("one", Path(folder)), {"shares": [0.05, 0.1], "rows": [{"kl": 0.3333333, "kl_by_block": [1e-9]}]})
+            self.assertIsNone(documents.load("another", Path(folder)))
+
+    def test_a_row_that_was_not_measured_says_why(self):
+        document = {"rows": [{"method": "quest", "form": "", "share": 0.05, "budget": None, "least": 0.07}],
+                    "missing": [{"method": "pqcache", "why": "this program does not have it"}]}
+        text = tables.text_table(document)
+        self.assertIn("at least 7.0 %", text)
+        self.assertIn("`pqcache`, because this program does not have it", text)
+
+
+if __name__ == "__main__":
+    unittest.main()
