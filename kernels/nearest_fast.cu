@@ -14,10 +14,10 @@
 #include "tensor.h"
 
 // Rows, and centroids, per tile; channels per slab; slabs in flight.
-constexpr u32 TILE = 128, SLAB = 64, STAGES = 4;
+constexpr u32 TILE = 128, SLAB = 64, SEARCH_STAGES = 4;
 // Bytes of dynamic shared memory of `search`: the slabs of the rows, and the slabs of centroids in flight.
 #define SEARCH_BYTES(slabs) ((slabs + 4) * 128 * 64 * 2)
-static_assert(SEARCH_BYTES(1) == (1 + STAGES) * TILE * SLAB * sizeof(u16), "slabs of f16");
+static_assert(SEARCH_BYTES(1) == (1 + SEARCH_STAGES) * TILE * SLAB * sizeof(u16), "slabs of f16");
 // Factor that covers the f32 rounding of the bounds themselves.
 constexpr float SLACK = 1.01f;
 
@@ -210,7 +210,7 @@ DEVICE FoundOfRows search(u16* shared, const u16* rows, const u16* centroids, co
 
     for (u32 slab = 0; slab < slabs; slab++) copy_slab(shared + slab * TILE * SLAB, rows, start, n, slab, w);
     u32 ahead = 0;
-    for (; ahead < STAGES - 1; ahead++) {
+    for (; ahead < SEARCH_STAGES - 1; ahead++) {
         if (ahead < tiles * slabs) {
             u32 first = ahead / slabs * TILE;
             copy_slab(queue + ahead * TILE * SLAB, centroids, first, present, ahead % slabs, w);
@@ -237,11 +237,11 @@ UNROLL
             }
         }
         for (u32 slab = 0; slab < slabs; slab++) {
-            wait_for_copies<STAGES - 2>();
+            wait_for_copies<SEARCH_STAGES - 2>();
             // The slab has arrived for all threads, and all have finished the previous one, whose space is free again.
             __syncthreads();
             if (tile_ahead < tiles) {
-                u32 to = (stage + STAGES - 1) % STAGES;
+                u32 to = (stage + SEARCH_STAGES - 1) % SEARCH_STAGES;
                 copy_slab(queue + to * TILE * SLAB, centroids, tile_ahead * TILE, present, slab_ahead, w);
                 if (++slab_ahead == slabs) {
                     slab_ahead = 0;
@@ -257,7 +257,7 @@ UNROLL
                     add_products(sum, shared + slab * TILE * SLAB, against, row_at, centroid_at, step);
                 }
             }
-            stage = (stage + 1) % STAGES;
+            stage = (stage + 1) % SEARCH_STAGES;
         }
         fold(found, sum, first);
     }
