@@ -262,6 +262,25 @@ fn a_granule_sets_what_the_shares_count_in() {
 }
 
 #[test]
+fn pages_of_quest_have_the_size_asked_for() {
+    let eval = Eval::new(&[180]);
+    let row = |options: &str| {
+        let options = format!("--methods quest --budgets 64 --decode 8 --json {options}");
+        rows(&eval.text(&options).json()).last().unwrap().clone()
+    };
+    let pages = ["16", "32", "64"];
+    let alone = pages.map(|page| row(&format!("--page {page}")));
+    // Two rows of 16 values in f32 per page; the bounds have room to grow by an eighth.
+    for (row, page) in alone.iter().zip([16.0, 32.0, 64.0]) {
+        let bits = number(row, "index_bits_per_token");
+        let least = 8.0 * 128.0 / page;
+        assert!(bits > 0.7 * least && bits < 2.0 * least, "{page}: {bits}");
+    }
+    assert_eq!(alone[0], row(""));
+    assert_ne!(alone[0]["recall"], alone[2]["recall"]);
+}
+
+#[test]
 fn intervals_come_with_twenty_blocks() {
     let few = Eval::new(&[30; 19]).text("--methods topk,streaming --budgets 2 --decode 4 --json");
     assert!(few.stderr.contains("at least 20 blocks"), "{}", few.stderr);

@@ -300,6 +300,7 @@ fn extreme_flags() {
         ctkvr     | --ct-list 1e308 --ct-centroids 4096
         ctkvr     | --ct-choose random --ct-centroids 1
         quest     | --budget 16 --sinks 0 --window 1
+        quest     | --budget 16 --page 64
         snapkv    | --budget 2 --sinks 0 --window 1
     ";
     for [method, options] in table(CASES) {
@@ -313,6 +314,8 @@ fn extreme_flags() {
         assert_eq!(json["ids"].as_array().unwrap().len(), 12, "{method} {options}");
     }
     for options in [
+        "--page 0",
+        "--page 48",
         "--ct-probes 0",
         "--ct-centroids 0",
         "--lfps-theta nan",

@@ -489,8 +489,8 @@ fn what_does_nothing_is_said() {
     assert_eq!(eval("--methods topk,streaming --window 16"), [""; 0]);
     assert_eq!(eval("--methods topk --window 86"), [nothing]);
     assert_eq!(
-        eval("--methods topk --window 16 --ct-probes 3"),
-        ["--ct-probes has no effect here: it applies to method ctkvr only"]
+        eval("--methods topk --window 16 --page 32"),
+        ["--page has no effect here: it applies to method quest only"]
     );
     assert_eq!(
         eval("--methods full --budgets 0.1 --window 16 --decode-prompt 4"),

@@ -240,7 +240,10 @@ fn the_counters_are_those_of_the_trace() {
             } else {
                 assert!(moved > sum(|c| c.moved) as f64, "{what}: {moved}");
             }
-            assert!(moved >= bytes as f64, "{what}: {moved} of {bytes}");
+            assert!(
+                moved > bytes as f64 - 1e-6 * visible,
+                "{what}: {moved} of {bytes}"
+            );
             assert_eq!(json["granule"], 64);
             let keeps_nothing =
                 ["full", "random", "streaming", "snapkv", "topk"].contains(&method) || full == choices;

@@ -5,6 +5,7 @@ use clap::Command;
 use super::a2ats::params::A2atsParams;
 use super::ctkvr::params::CtkvrParams;
 use super::lfps::params::LfpsParams;
+use super::quest::QuestParams;
 use super::selfindex::params::SelfIndexParams;
 
 /// The parameters of every method that has some.
@@ -23,10 +24,13 @@ pub struct MethodParams {
     /// See [`crate::method::ctkvr`].
     #[command(flatten)]
     pub ctkvr: CtkvrParams,
+    /// See [`crate::method::quest`].
+    #[command(flatten)]
+    pub quest: QuestParams,
 }
 
 /// Lists the methods that have flags of their own, each with the names of its flags.
-pub fn flags_of_methods() -> [(&'static str, Vec<String>); 4] {
+pub fn flags_of_methods() -> [(&'static str, Vec<String>); 5] {
     fn flags<P: clap::Args>() -> Vec<String> {
         let command = P::augment_args(Command::new("parameters"));
         let named = command.get_arguments().filter_map(|arg| arg.get_long());
@@ -37,5 +41,6 @@ pub fn flags_of_methods() -> [(&'static str, Vec<String>); 4] {
         ("selfindex", flags::<SelfIndexParams>()),
         ("lfps", flags::<LfpsParams>()),
         ("ctkvr", flags::<CtkvrParams>()),
+        ("quest", flags::<QuestParams>()),
     ]
 }

@@ -1,12 +1,13 @@
-//! Quest: pages of 16 keys, ranked by an upper bound of their scores, arXiv 2406.10774.
+//! Quest: pages of keys, ranked by an upper bound of their scores, arXiv 2406.10774.
 //!
 //! A page keeps the smallest and the largest value of each channel of its rotated keys. The score of a query with any
 //! key of the page is at most the sum over channels of the larger of the query's products with these two values. Pages
-//! are ranked by the sum of their bounds over the query group, and whole pages are chosen.
+//! are ranked by the sum of their bounds over the query group, and whole pages are chosen. A page has 16 keys, as in the
+//! paper, or 32 or 64, whose bounds are looser and take fewer bytes.
 //!
-//! Pages stay whole, so a step may choose fewer positions than its budget: up to 15 fewer if the budget is not a
-//! multiple of 16, none at all if the budget is below 16, and, where a chosen page reaches into the sinks or the
-//! window, fewer by the positions it shares with them.
+//! Pages stay whole, so a step may choose fewer positions than its budget: the remainder of the budget by the page,
+//! none at all if the budget is below a page, and, where a chosen page reaches into the sinks or the window, fewer by
+//! the positions it shares with them.
 //!
 //! Where we differ from the paper: it ranks per query head; we rank per KV head, so that the budget bounds the keys
 //! that are read.
@@ -27,18 +28,49 @@ use crate::kv::rows::RowStore;
 /// The declaration of `quest`.
 pub static METHOD: Declaration = Declaration {
     name: "quest",
-    help: "Pages of 16 positions, ranked by an upper bound on their scores (Quest, arXiv 2406.10774)",
+    help: "Whole pages of positions, ranked by an upper bound on their scores (Quest, arXiv 2406.10774)",
     section: None,
-    prepare: |_| Ok(Box::new(|_: &Place| Quest::default())),
+    prepare: |ask| {
+        let QuestParams { page } = ask.params.quest;
+        Ok(Box::new(move |_: &Place| Quest::new(page)))
+    },
     bench: None,
 };
 
-/// Positions per page; pages start at multiples of this.
+/// Positions per page by default, as in the paper.
 pub const PAGE: usize = 16;
 
+/// The parameters of quest.
+#[derive(Clone, Copy, Debug, clap::Args)]
+#[group(skip)]
+#[command(next_help_heading = "Method quest")]
+pub struct QuestParams {
+    /// Positions per page, of which there is a smallest and a largest value per channel: 16, 32 or 64
+    #[arg(long, value_name = "N", default_value_t = PAGE, value_parser = parse_page)]
+    pub page: usize,
+}
+
+impl Default for QuestParams {
+    fn default() -> Self {
+        Self { page: PAGE }
+    }
+}
+
+/// Parses a number of positions per page.
+fn parse_page(text: &str) -> std::result::Result<usize, String> {
+    match text.trim() {
+        "16" => Ok(16),
+        "32" => Ok(32),
+        "64" => Ok(64),
+        _ => Err("expected 16, 32 or 64".to_owned()),
+    }
+}
+
 /// The page bounds of one KV head.
-#[derive(Clone, Default)]
+#[derive(Clone)]
 pub struct Quest {
+    /// Positions per page; pages start at multiples of this.
+    page: usize,
     /// For each full page, the smallest value of every channel, then the largest. They are stored in the type of the
     /// cached rows, in which they are exact, or in f32 if the rows are in 2 bits.
     full: Option<RowStore>,
@@ -53,21 +85,50 @@ fn float(kv: &KvHead) -> Float {
     kv.float().unwrap_or(Float::F32)
 }
 
+impl Default for Quest {
+    /// Makes an empty head with pages of [`PAGE`] positions.
+    fn default() -> Self {
+        Self::new(PAGE)
+    }
+}
+
 impl Quest {
+    /// Makes an empty head with pages of `page` positions.
+    pub fn new(page: usize) -> Self {
+        Self {
+            page,
+            full: None,
+            last: Array2::default((0, 0)),
+            len: 0,
+        }
+    }
+
+    /// Returns the pages in which candidates lie.
+    fn pages(&self, candidates: &Range<usize>) -> Range<usize> {
+        candidates.start / self.page..candidates.end.div_ceil(self.page)
+    }
+
+    /// Returns the candidates that lie within a page.
+    fn inside(&self, page: usize, candidates: &Range<usize>) -> Range<u32> {
+        let start = (page * self.page).max(candidates.start);
+        let end = ((page + 1) * self.page).min(candidates.end);
+        start as u32..end as u32
+    }
+
     /// Extends the bounds up to the end of the cache.
     fn update(&mut self, kv: &KvHead, d: usize) {
         let full = self.full.get_or_insert_with(|| RowStore::new(float(kv), d, 0));
         let mut scratch = vec![0.0; d];
         for position in self.len..kv.len() {
             let key = kv.keys().row(position, &mut scratch);
-            if position.is_multiple_of(PAGE) {
+            if position.is_multiple_of(self.page) {
                 self.last = Array2::from_shape_fn((2, d), |(_, channel)| key[channel]);
             }
             for (mut bounds, k) in self.last.columns_mut().into_iter().zip(key) {
                 bounds[0] = bounds[0].min(*k);
                 bounds[1] = bounds[1].max(*k);
             }
-            if (position + 1).is_multiple_of(PAGE) {
+            if (position + 1).is_multiple_of(self.page) {
                 full.extend(self.last.view());
             }
         }
@@ -94,7 +155,7 @@ impl Retriever for Quest {
     fn prefill(&mut self, prompt: &Prompt) {
         // A prompt may change which rows a 2-bit cache keeps as full-precision tokens, so the bounds start anew.
         if prompt.kv.signs().is_some() {
-            *self = Self::default();
+            *self = Self::new(self.page);
         }
         self.update(prompt.kv, prompt.k_pre.ncols());
     }
@@ -105,17 +166,17 @@ impl Retriever for Quest {
         if step.is_exact() {
             return everything(step).into();
         }
-        let pages = pages(&candidates);
+        let pages = self.pages(&candidates);
         let mut scratch = vec![0.0; 2 * step.q_rope.ncols()];
         let bounds = pages.map(|page| (self.bound(page, step.q_rope, &mut scratch), page as u32));
         let ranked: Vec<(f32, u32)> = bounds.collect();
-        let pages = best_positions(ranked, step.budget / PAGE).into_iter();
-        let inside = pages.flat_map(|page| inside(page as usize, &candidates));
+        let pages = best_positions(ranked, step.budget / self.page).into_iter();
+        let inside = pages.flat_map(|page| self.inside(page as usize, &candidates));
         inside.collect::<Vec<_>>().into()
     }
 
     fn reads(&self, step: &Step, _: &Choice, reads: &mut Reads) {
-        let pages = pages(&step.candidates);
+        let pages = self.pages(&step.candidates);
         let width = 2 * float(step.kv).bytes() * step.q_rope.ncols();
         reads.range(pages.start * width..pages.end * width);
         reads.scratch(pages.len() * size_of::<(f32, u32)>());
@@ -124,16 +185,4 @@ impl Retriever for Quest {
     fn state_bytes(&self) -> usize {
         self.full.as_ref().map_or(0, RowStore::bytes) + self.last.len() * 4
     }
-}
-
-/// Returns the pages in which candidates lie.
-fn pages(candidates: &Range<usize>) -> Range<usize> {
-    candidates.start / PAGE..candidates.end.div_ceil(PAGE)
-}
-
-/// Returns the candidates that lie within a page.
-fn inside(page: usize, candidates: &Range<usize>) -> Range<u32> {
-    let start = (page * PAGE).max(candidates.start);
-    let end = ((page + 1) * PAGE).min(candidates.end);
-    start as u32..end as u32
 }

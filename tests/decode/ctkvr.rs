@@ -272,7 +272,7 @@ impl<'d> Sides<'d> {
             };
             assert_eq!(ranked[at] as usize, expected, "step {step}, head {at}");
             assert_eq!(choice.products, r * expected, "step {step}, head {at}");
-            is_sparse |= choice.ranked.len() > 0;
+            is_sparse |= !choice.ranked.is_empty();
         }
         is_sparse
     }

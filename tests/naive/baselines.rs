@@ -25,7 +25,14 @@ pub fn check_streaming() {
 }
 
 pub fn check_quest() {
-    cases(500, |_, _, _| (Quest::default(), NaiveQuest), |_| ());
+    let (mut chosen, mut make) = ([0; 3], |rng: &mut ChaCha8Rng, _: &Place, _| {
+        let page = pick(rng, &[16, 16, 32, 64]);
+        (Quest::new(page), NaiveQuest { page, chosen: 0 })
+    });
+    cases(1000, &mut make, |model: &NaiveQuest| {
+        chosen[model.page.ilog2() as usize - 4] += model.chosen;
+    });
+    assert!(chosen.iter().all(|pages| *pages > 0), "{chosen:?}");
 }
 
 pub fn check_snapkv() {
@@ -193,18 +200,21 @@ impl Model for NaiveStreaming {
     }
 }
 
-struct NaiveQuest;
-
-const PAGE: usize = 16;
+struct NaiveQuest {
+    page: usize,
+    /// Pages chosen so far.
+    chosen: usize,
+}
 
 impl Model for NaiveQuest {
     type Program = Quest;
 
     fn chose(&mut self, history: &History) -> Verdict {
         let step = history.step();
-        let mut pages: Vec<usize> = step.candidates.clone().map(|p| p / PAGE).collect();
+        let size = self.page;
+        let mut pages: Vec<usize> = step.candidates.clone().map(|p| p / size).collect();
         pages.dedup();
-        let rows = |page: usize| &step.keys[page * PAGE..step.keys.len().min((page + 1) * PAGE)];
+        let rows = |page: usize| &step.keys[page * size..step.keys.len().min((page + 1) * size)];
         let bound_of = |page: usize, q: &[f64]| -> f64 {
             let channel = |i: usize| {
                 let products = rows(page).iter().map(|k| q[i] * k[i]);
@@ -233,14 +243,15 @@ impl Model for NaiveQuest {
             })
             .collect();
         let chosen = step.chosen();
-        let taken: BTreeSet<usize> = chosen.iter().map(|p| p / PAGE).collect();
+        let taken: BTreeSet<usize> = chosen.iter().map(|p| p / size).collect();
         let whole: BTreeSet<usize> = (step.candidates.clone())
-            .filter(|p| taken.contains(&(p / PAGE)))
+            .filter(|p| taken.contains(&(p / size)))
             .collect();
         if whole != chosen {
             return Err(format!("{chosen:?} are not whole pages"));
         }
-        check_best(&items, &taken, step.budget / PAGE)?;
+        check_best(&items, &taken, step.budget / size)?;
+        self.chosen += taken.len();
         Ok(Agreement::Same)
     }
 
@@ -250,7 +261,7 @@ impl Model for NaiveQuest {
             KvType::F16 | KvType::Bf16 => 2,
             _ => 4,
         };
-        let pages = step.candidates.clone().map(|p| p / PAGE);
+        let pages = step.candidates.clone().map(|p| p / self.page);
         Some(vec![Array::items(2 * value * place.head_dim, pages)])
     }
 }
