@@ -387,6 +387,90 @@ fn questions_are_fed_in_decode_steps() {
 }
 
 #[test]
+fn questions_are_prefilled_on_request() {
+    let eval = Eval::new(&[]);
+    let decoder = Decoder::open(&golden(NAME)).unwrap();
+    let ids = golden_ids(NAME, "ids");
+    let (prompt, question) = ids.split_at(ids.len() - 6);
+    let last = |name: &str, prompt: &[u32], rest: &[u32]| {
+        top(logits(&decoder, method(name), Budget::Count(2), prompt, rest)
+            .last()
+            .unwrap())
+    };
+    // The first token of full attention, and that of the method whose steps read the question.
+    let (exact, own) = (last("full", &ids, &[]), last("streaming", prompt, question));
+    assert_ne!(own, exact);
+    // After the prefilled question, the method decodes the answer.
+    let second = last("streaming", &ids, &[exact]);
+    let streaming = "--methods streaming --budgets 2";
+    let ask = |line: &Value, options: &str| {
+        let json = eval.needles(std::slice::from_ref(line), &format!("{streaming} {options}"));
+        (number(&rows(&json)[0], "needle_accuracy"), json)
+    };
+    let line = |answer: &[u32]| json!({ "prompt_tokens": prompt, "question_tokens": question, "answer_tokens": answer });
+    let joined = |answer: &[u32]| json!({ "prompt_tokens": ids, "answer_tokens": answer });
+    let turns = |answer: &[u32]| json!({ "turns": [line(answer)] });
+    for form in [line, turns] {
+        for (answer, prefilled, decoded) in [([exact], 1.0, 0.0), ([own], 0.0, 1.0)] {
+            let (accuracy, json) = ask(&form(&answer), "--question prefill");
+            assert_eq!((accuracy, &json["question"]), (prefilled, &json!("prefill")));
+            for options in ["", "--question decode"] {
+                let (accuracy, json) = ask(&form(&answer), options);
+                assert_eq!((accuracy, &json["question"]), (decoded, &json!("decode")));
+            }
+        }
+        assert_eq!(ask(&form(&[exact, second]), "--question prefill").0, 1.0);
+        assert_eq!(ask(&form(&[exact, second ^ 1]), "--question prefill").0, 0.0);
+    }
+    // It is as if the question were the end of the prompt, of which nothing is decoded.
+    let [own_question, in_prompt] = [line(&[exact, second]), joined(&[exact, second])];
+    let expected = ask(&in_prompt, "--decode-prompt 0").1;
+    assert_eq!(
+        ask(&own_question, "--question prefill").1["rows"],
+        expected["rows"]
+    );
+    assert_eq!(ask(&in_prompt, "--question prefill").1["rows"], expected["rows"]);
+    // A later turn's question is prefilled too: over the method's own cache, in which the answer before was decoded.
+    let mut second_turn = line(&[exact]);
+    second_turn["prompt_tokens"] = json!(question);
+    let conversation = json!({ "turns": [line(&[exact, second]), second_turn] });
+    let json = ask(&conversation, "--question prefill").1;
+    let steps = |json: &Value| number(&rows(json)[0], "kv_read_fraction");
+    assert!(steps(&json) < 1.0, "{json}");
+    let both = json!({ "turns": [joined(&[exact, second]), json!({
+        "prompt_tokens": [question, question].concat(), "answer_tokens": [exact],
+    })] });
+    assert_eq!(json["rows"], ask(&both, "--decode-prompt 0").1["rows"]);
+
+    let file = eval.scratch.write("one.jsonl", line(&[exact]).to_string());
+    let run = |options: &str| kvsmith(&format!("eval {} {options}", eval.files));
+    let shown = run(&format!("--needles {file} {streaming} --question prefill"))
+        .ok()
+        .stdout;
+    assert!(shown.contains("questions: prefilled with the prompt"), "{shown}");
+    let shown = run(&format!("--needles {file} {streaming}")).ok().stdout;
+    assert!(shown.contains("questions: decoded token by token"), "{shown}");
+    run(&format!(
+        "--needles {file} {streaming} --question prefill --decode-prompt 4"
+    ))
+    .fails(
+        2,
+        "--decode-prompt decodes the end of a prompt, which --question prefill prefills",
+        "omit one",
+    );
+    run(&format!(
+        "--needles {file} {streaming} --question prefill --decode-prompt 0"
+    ))
+    .ok();
+    run(&format!("--tokens x.json {streaming} --question prefill")).fails(2, "--needles", "");
+    // The only token of the answer comes from exact attention.
+    run(&format!(
+        "--needles {file} --methods streaming --reads 0.3 --question prefill"
+    ))
+    .fails(1, "the first line decodes nothing", "several tokens");
+}
+
+#[test]
 fn several_answers_score_by_the_share_found() {
     let eval = Eval::new(&[]);
     let (ids, said) = (golden_ids(NAME, "ids"), golden_ids(NAME, "greedy"));

@@ -27,7 +27,7 @@ use crate::runner::Options;
 use crate::runner::eval::{Bootstrap, Evaluation, FEWEST, Variant};
 use also::Also;
 use blocks::Blocks;
-use needles::{NeedleLine, Reader};
+use needles::{Feeding, NeedleLine, Reader};
 use plan::{BudgetOf, Entry};
 use rows::Measurements;
 
@@ -53,6 +53,11 @@ pub struct Args {
     /// 0, the first token of the answer comes from exact attention
     #[arg(help_heading = "Input", long, value_name = "N", default_value_t = 16, value_parser = parse_count, requires = "needles")]
     decode_prompt: usize,
+    /// How questions are fed: `decode` feeds them token by token after the prompt, so that the method's own reads must
+    /// answer them; `prefill` feeds them with the prompt, by exact attention, as most papers do, and only the answer is
+    /// decoded
+    #[arg(help_heading = "Input", long, value_enum, default_value_t = Feeding::Decode, requires = "needles")]
+    question: Feeding,
     /// Methods to compare with full attention. NAME+tail also estimates the attention to positions that are not read;
     /// it needs the section `tail` of --artifact
     #[arg(help_heading = "Measurement", long, value_name = "A,B", value_delimiter = ',', required = true, value_parser = NamedParser)]
@@ -132,6 +137,18 @@ impl Args {
 }
 
 impl Args {
+    /// Fails if the command asks both to decode the end of prompts and to prefill questions.
+    fn check_question(&self, global: &Global) -> Result<()> {
+        let is_given = global.given.iter().any(|given| given == "decode-prompt");
+        match self.question == Feeding::Prefill && is_given && self.decode_prompt > 0 {
+            true => Err(Error::usage(
+                "--decode-prompt decodes the end of a prompt, which --question prefill prefills",
+            )
+            .hint("omit one of the two flags")),
+            false => Ok(()),
+        }
+    }
+
     /// Warns of flags of `eval` that have no effect.
     fn warn_of_unused(&self, global: &Global) {
         let (log, given) = (global.log(), |flag: &str| {
@@ -154,6 +171,7 @@ impl Args {
 /// Runs `eval`.
 pub fn run(args: &Args, global: &Global) -> Result<()> {
     let log = global.log();
+    args.check_question(global)?;
     let device = global.open_model_device("eval")?;
     args.reading.check(device.as_ref())?;
     let decoder = open_model(&args.model, log)?;
@@ -218,9 +236,13 @@ pub fn run(args: &Args, global: &Global) -> Result<()> {
                 1 => evaluation.bytes_fraction(variant),
                 _ => evaluation.moved_fraction(variant),
             };
-            share.unwrap_or(1.0)
+            let nothing = || {
+                Error::failed("the first line decodes nothing, so that --reads has nothing to measure")
+                    .hint("begin with a line whose answer has several tokens, or use --budgets")
+            };
+            share.ok_or_else(nothing)
         };
-        Ok((0..budgets.len()).map(share).collect())
+        (0..budgets.len()).map(share).collect()
     })?;
     let budgets: Vec<_> = plan.iter().filter_map(|p| Some((p.entry, p.budget?))).collect();
     let mut evaluation = evaluation(&budgets)?;
@@ -246,7 +268,7 @@ pub fn run(args: &Args, global: &Global) -> Result<()> {
         merge(&mut out, &conditions(args, &decoder, &artifacts, &options)?);
         print_json(global, &out)?;
     } else {
-        print(&rows::text(&rows, args.needles.is_some()))?;
+        print(&rows::text(&rows, args.needles.as_ref().map(|_| args.question)))?;
     }
     match stopped {
         true => Err(Error::interrupted()),
@@ -308,6 +330,7 @@ impl<'a> Material<'a> {
             decoder,
             tokenizer,
             decode_prompt: args.decode_prompt,
+            feeding: args.question,
         };
         let lines = needles::open(path, reader, global.log())?;
         Ok(Self::Needles(lines, reader))

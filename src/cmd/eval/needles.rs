@@ -28,6 +28,25 @@ enum Questions {
     Conversation(Vec<Question>),
 }
 
+/// How the tokens of a question are fed.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, clap::ValueEnum)]
+pub enum Feeding {
+    /// One by one after the prompt, in decode steps, so that the method reads the prompt for the question.
+    Decode,
+    /// With the prompt, by exact attention, as most papers do: only the answer is decoded.
+    Prefill,
+}
+
+impl Feeding {
+    /// Returns the name, as a value of `--question`.
+    pub fn as_str(self) -> &'static str {
+        match self {
+            Self::Decode => "decode",
+            Self::Prefill => "prefill",
+        }
+    }
+}
+
 /// A prompt with its answer, as written in a line or in a turn.
 #[derive(Deserialize)]
 #[serde(untagged)]
@@ -59,6 +78,8 @@ pub struct Reader<'a> {
     pub tokenizer: Option<&'a Tokenizer>,
     /// How many tokens at the end of a prompt are its question if it has no question of its own.
     pub decode_prompt: usize,
+    /// How questions are fed; if they are prefilled, nothing of a prompt is decoded.
+    pub feeding: Feeding,
 }
 
 /// The hint for a part without tokens.
@@ -137,15 +158,22 @@ impl Reader<'_> {
     }
 
     /// Divides the fed tokens into prompt and question. Without a question of its own, the prompt's last tokens become
-    /// the question, but never its first token.
+    /// the question, but never its first token. If questions are prefilled, they are a part of the prompt.
     fn asking(&self, mut prompt: Vec<u32>, question: Option<Vec<u32>>) -> Result<Asking> {
         if prompt.is_empty() || question.as_ref().is_some_and(Vec::is_empty) {
             return Err(Error::failed("the prompt or the question has no tokens").hint(FILLED));
         }
-        let question = question.unwrap_or_else(|| {
-            let first = prompt.len() - self.decode_prompt.min(prompt.len() - 1);
-            prompt.split_off(first)
-        });
+        let question = match (self.feeding, question) {
+            (Feeding::Prefill, question) => {
+                prompt.extend(question.into_iter().flatten());
+                Vec::new()
+            }
+            (Feeding::Decode, Some(question)) => question,
+            (Feeding::Decode, None) => {
+                let first = prompt.len() - self.decode_prompt.min(prompt.len() - 1);
+                prompt.split_off(first)
+            }
+        };
         self.decoder.check_ids(&prompt)?;
         self.decoder.check_ids(&question)?;
         Ok(Asking { prompt, question })
@@ -372,6 +400,7 @@ pub(super) fn run(
     let full = &evaluation.full;
     let found = json!({
         "needles": full.asked(),
+        "question": reader.feeding.as_str(),
         "full_needle_accuracy": full.accuracy(),
         "full_needle_accuracy_by_turn": full.by_turn(),
         "full_scores_by_line": full.by_line(),

@@ -5,6 +5,7 @@ use std::path::{Path, PathBuf};
 use serde_json::{Map, Value, json};
 
 use super::super::merge;
+use super::needles::Feeding;
 use super::plan::{Entry, Planned};
 use super::{Args, Named};
 use crate::artifact::Artifact;
@@ -260,11 +261,11 @@ const DETAILS: [EvalColumn; 7] = [
     ("KL p99", 8, |row| decimal(row, "kl_p99")),
 ];
 
-/// Writes the rows as tables.
-pub fn text(rows: &[Value], needles: bool) -> String {
-    let (main, details): (&[EvalColumn], &[EvalColumn]) = match needles {
-        true => (&ON_NEEDLES, &DETAILS[..3]),
-        false => (&ON_TEXT, &DETAILS),
+/// Writes the rows as tables; `questions` says how questions were fed, if some were asked.
+pub fn text(rows: &[Value], questions: Option<Feeding>) -> String {
+    let (main, details): (&[EvalColumn], &[EvalColumn]) = match questions {
+        Some(_) => (&ON_NEEDLES, &DETAILS[..3]),
+        None => (&ON_TEXT, &DETAILS),
     };
     let (files, flags) = (values_of(rows, "artifact"), values_of(rows, "flags"));
     let place = |row| place(row, &files, &flags);
@@ -302,6 +303,11 @@ pub fn text(rows: &[Value], needles: bool) -> String {
             );
         }
     }
+    out += match questions {
+        Some(Feeding::Decode) => "questions: decoded token by token\n",
+        Some(Feeding::Prefill) => "questions: prefilled with the prompt, by exact attention\n",
+        None => "",
+    };
     out += "\n";
     out += &heading(details);
     for row in rows.iter().filter(|row| !row["budget"].is_null()) {
