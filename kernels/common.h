@@ -53,8 +53,8 @@ DEVICE void wait_for_earlier() {
 
 DEVICE float minus_infinity() { return __uint_as_float(0xff800000u); }
 
-// The lowest finite float. A running maximum that starts here can be subtracted from minus infinity, the score of an
-// item that is left out, and from itself. Relative to a maximum of infinity, the power of that score is NaN.
+// The lowest finite float. Running maxima start here, so that a score of minus infinity is not NaN relative to them. A
+// score of plus infinity is NaN relative to itself.
 constexpr float LOWEST = -3.402823466e38f;
 
 DEVICE u32 lane() { return threadIdx.x % 32; }

@@ -32,11 +32,12 @@ use gpus::Check;
 
 fn main() -> ExitCode {
     gpus::run(|| {
-        let alone: [(&str, Check); 4] = [
+        let alone: [(&str, Check); 5] = [
             ("linear::together", Box::new(linear::check_together)),
             ("linear::refused", Box::new(linear::check_refused)),
             ("prefill::refused", Box::new(prefill::check_refused)),
             ("not_finite::join", Box::new(not_finite::check_join)),
+            ("not_finite::nothing", Box::new(not_finite::check_nothing)),
         ];
         let others = alone.map(|(name, check)| (name.to_owned(), check));
         [

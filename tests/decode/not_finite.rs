@@ -345,6 +345,38 @@ pub fn check_packed(driver: &dyn Driver, case: &cases::Case<Packing>) {
     }
 }
 
+/// A head that attends nothing has zeros and a log-sum-exp of minus infinity, and one with fewer positions than its blocks
+/// could take is not disturbed by those that get none.
+pub fn check_nothing(driver: &dyn Driver) {
+    let (most, d, n) = (100, 64, POSITIONS);
+    for float in [Float::F32, Float::F16, Float::Bf16] {
+        let case = Case::new("nothing", [1, 2, 3, d], n, 3, Some(most)).float(float);
+        let case = case.static_set(0, 0).budget(Budget::Count(most));
+        let (mut rng, r) = (case.rng(), case.shape.group);
+        let queries = case.rounded(normals(&mut rng, 2 * r * d));
+        let mut rows = case.rounded(normals(&mut rng, 2 * n * d));
+        rows[..n * d].fill(f32::NAN);
+        let cache = LayerRows::new(driver, case.shape, float).unwrap();
+        let mut batch = Batch::new(driver, &case);
+        batch.append(&cache, &rows, &rows);
+        let lists = [Vec::new(), vec![3, 50, 64, 100, 192]];
+        let chosen = selection(driver, case.shape, most, &lists);
+        let attention = Attention::new(driver, case.shape).unwrap();
+        attention
+            .attend(&upload(driver, &queries), &cache, &batch.positions, Some(&chosen))
+            .unwrap();
+        let (out, lse) = (output(&attention), attention.lse.read().unwrap());
+        assert!(out[..r * d].iter().all(|x| *x == 0.0), "{float:?}");
+        assert!(lse[..r].iter().all(|x| *x == f32::NEG_INFINITY), "{float:?}");
+        let row = |p: &u32| rows[(n + *p as usize) * d..][..d].to_vec();
+        let attended: Vec<_> = lists[1].iter().map(|p| (row(p), row(p))).collect();
+        for a in r..2 * r {
+            let (query, out) = (&queries[a * d..(a + 1) * d], &out[a * d..(a + 1) * d]);
+            compare(&Precision::plain(float), query, &attended, out, Some(lse[a]));
+        }
+    }
+}
+
 /// Two sets of positions and the number that all channels of their outputs have, each with its log-sum-exp, and what
 /// there is to be after they are joined; none for a number that is not finite.
 type Joined = ([f32; 2], [f32; 2], Option<f64>);
