@@ -115,6 +115,33 @@ pub fn recorded_launches(driver: &Path) {
     assert_eq!(documented, found, "docs/gpu.md, and what was recorded");
 }
 
+/// A driver of CUDA 12.2 has no dependencies across which a launch may begin early: the launches of a step are recorded
+/// without them, in the same order, and give the same tokens.
+pub fn before_overlaps(driver: &Path) {
+    let dir = tempfile::tempdir().unwrap();
+    let at = dir.path().display();
+    let ids: Vec<u32> = (3..90).collect();
+    std::fs::write(dir.path().join("ids"), serde_json::to_string(&[ids]).unwrap()).unwrap();
+    let run = |version: &str| {
+        let log = dir.path().join(version);
+        let mut command = command(
+            driver,
+            &format!(
+                "run -q --json --device cuda --model tests/fixtures/golden/llama_d128 --tokens {at}/ids --method topk \
+                 --budget 0.3 --window 16 --ignore-eos --max-new 4"
+            ),
+        );
+        command
+            .env("FAKE_CUDA_LOG", &log)
+            .env("FAKE_CUDA_VERSION", version);
+        let ids = Outcome::of(command.output().unwrap()).json()["ids"].clone();
+        (ids, std::fs::read_to_string(log).expect("a graph"))
+    };
+    let (old, new) = (run("12020"), run("12030"));
+    assert!(old.1.contains("attend_bfloat_128"), "{}", old.1);
+    assert_eq!(old, new);
+}
+
 /// One step of attention.
 const STEP: &str =
     "bench attend -v --json --device cuda --shapes 2/1x64 --context 100 --methods full --runs 1";

@@ -1,6 +1,6 @@
 // A CUDA driver that runs kvsmith's kernels on the CPU: what the program calls of libcuda, for tests of the host
-// code on machines without a GPU. It exports what the libcuda of CUDA 12.0 has, and nothing newer, so that a call that
-// an old driver lacks fails here as it does there. Environment variables:
+// code on machines without a GPU. It exports what the libcuda of CUDA 12.0 has; the one call that came later ends the
+// program if the driver is of an older version, as a missing one does. Environment variables:
 //
 // - FAKE_CUDA names what goes wrong;
 // - FAKE_CUDA_VERSION is the version of CUDA that the driver is of, 13000 for 13.0;
@@ -329,6 +329,7 @@ CALL(cuGraphAddKernelNode_v2, void** node, void* graph, void** before, size_t co
     return *node = (void*)launches.size(), SUCCESS;
 }
 CALL(cuGraphAddDependencies_v2, void*, void** from, void** to, const unsigned char* edge, size_t count) {
+    if (cuda_version() < 12030) emulate::fail("a driver before CUDA 12.3 has no cuGraphAddDependencies_v2");
     // A programmatic edge from a kernel's programmatic port.
     if (chip().major < 9 || count != 1 || *(size_t*)from + 1 != *(size_t*)to || edge[0] != 1 || edge[2] != 1) return INVALID_VALUE;
     return depends[*(size_t*)to - 1] = true, SUCCESS;

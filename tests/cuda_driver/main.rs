@@ -90,13 +90,20 @@ fn main() -> ExitCode {
     let made_by = kernels::image((9, 0)).and_then(kernels::made_by_cuda);
     let is_new = made_by.is_some_and(|made_by| made_by > 12);
     if is_new {
-        eprintln!("versions: ignored, the kernels are those of a compiler of CUDA 13");
+        eprintln!("versions, before_overlaps: ignored, the kernels are those of a compiler of CUDA 13");
     }
-    let trial = Trial::test("versions", move || {
-        chips::versions(&driver?);
-        Ok(())
-    });
-    trials.push(trial.with_ignored_flag(ignored || is_new));
+    let of_old_drivers: [(&str, fn(&Path)); 2] = [
+        ("versions", chips::versions),
+        ("before_overlaps", chips::before_overlaps),
+    ];
+    for (name, check) in of_old_drivers {
+        let driver = driver.clone();
+        let trial = Trial::test(name, move || {
+            check(&driver?);
+            Ok(())
+        });
+        trials.push(trial.with_ignored_flag(ignored || is_new));
+    }
     libtest_mimic::run(&Arguments::from_args(), trials).exit_code()
 }
 
