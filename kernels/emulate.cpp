@@ -26,9 +26,14 @@ static void list() {
     fwrite(text.data(), 1, text.size(), stdout);
 }
 
+static std::string text() {
+    std::string text(number(), ' ');
+    bytes(text.data(), text.size());
+    return text;
+}
+
 static void launch() {
-    std::string name(number(), ' ');
-    bytes(name.data(), name.size());
+    std::string name = text();
     Dim grid;
     grid.x = (unsigned)number(), grid.y = (unsigned)number(), grid.z = (unsigned)number();
     unsigned block = (unsigned)number();
@@ -71,6 +76,10 @@ int main() {
             answer(0);
         } else if (what == 'l') {
             launch();
+            answer(0);
+        } else if (what == 'b') {
+            emulate::wrong_kernel = text();
+            emulate::first_is_missing = number() != 0;
             answer(0);
         } else if (what == 'k') {
             list();

@@ -129,8 +129,9 @@ inline Context scheduler;
 inline size_t dynamic_bytes;
 // The most shared memory that a block may have, including its own arrays.
 inline size_t most_shared_bytes = SIZE_MAX;
-// Whether the last block of a launch does nothing: for tests of what notices a wrong kernel.
-inline bool leaves_last_block = false;
+// A kernel that is wrong, for tests of what notices it: the first or the last block of each launch does nothing.
+inline std::string wrong_kernel;
+inline bool first_is_missing = false;
 inline std::vector<std::pair<void*, size_t>> arrays;
 // Per warp, two alternating sets of slots through which its lanes pass values.
 constexpr size_t MOST_PASSED = 64;
@@ -323,9 +324,10 @@ inline void launch(const std::string& name, Dim grid, unsigned block, size_t sha
     // backwards.
     for (step = random >> 40 & 1 ? blocks - 1 : (random >> 41) % blocks; std::gcd(step, blocks) != 1;) step++;
 #endif
+    uint64_t missing = name != wrong_kernel ? blocks : first_is_missing ? 0 : blocks - 1;
     for (uint64_t i = 0; i < blocks; i++) {
         uint64_t at = (start + i * step) % blocks;
-        if (leaves_last_block && at == blocks - 1) continue;
+        if (at == missing) continue;
         block_index = {(unsigned)(at % grid.x), (unsigned)(at / grid.x % grid.y), (unsigned)(at / grid.x / grid.y)};
         run_block();
     }

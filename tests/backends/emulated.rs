@@ -28,6 +28,9 @@ thread_local! {
     static NOTES: RefCell<Notes> = const { RefCell::new(Notes { noting: None, noted: Vec::new() }) };
 }
 
+/// What is said of a faulty kernel, which ends the process.
+pub const ENDED: &str = "the emulated GPU has ended, see above";
+
 type Noted = (&'static str, Launch, Vec<Arg>);
 
 /// Launches that are noted, and that were.
@@ -98,6 +101,17 @@ impl Emulated {
         })
     }
 
+    /// Makes a kernel wrong for this thread: from now on, the first or the last block of its launches does nothing.
+    ///
+    /// # Errors
+    /// The emulation has ended.
+    #[allow(dead_code)]
+    pub fn break_kernel(&self, kernel: &str, first: bool) -> Result<()> {
+        let bytes = [kernel.as_bytes(), &u64::from(first).to_le_bytes()].concat();
+        self.ask(&[kind('b'), kernel.len() as u64], &bytes, number)?;
+        Ok(())
+    }
+
     /// Sends a request; `answer` reads the reply.
     fn ask<T>(
         &self,
@@ -109,7 +123,7 @@ impl Emulated {
             if process.pipes.is_none() && process.live == 0 {
                 process.pipes = Some(start(&self.program));
             }
-            let ended = || Error::failed("the emulated GPU has ended, see above");
+            let ended = || Error::failed(ENDED);
             let (child, to, from) = process.pipes.as_mut().ok_or_else(ended)?;
             let talk = || {
                 request.iter().try_for_each(|v| to.write_all(&v.to_le_bytes()))?;

@@ -295,7 +295,7 @@ struct Launch {
         std::lock_guard<std::recursive_mutex> lock(running);
         flush();
         broken = wrong("broken");
-        emulate::leaves_last_block = kernel().first == setting("FAKE_CUDA_WRONG");
+        emulate::wrong_kernel = setting("FAKE_CUDA_WRONG");
         emulate::most_shared_bytes = asked_bytes.count(function) ? chip().block_bytes : UNASKED;
         emulate::launch(kernel().first, grid, threads, shared, arguments, kernel().second.sizes);
     }

@@ -6,9 +6,12 @@ mod checked;
 mod chips;
 #[path = "../common/mod.rs"]
 mod common;
+#[path = "../backends/emulated.rs"]
+mod emulated;
 mod libraries;
 mod memory;
 mod model;
+mod noticed;
 
 use std::path::{Path, PathBuf};
 use std::process::{Command, ExitCode};
@@ -86,6 +89,16 @@ fn main() -> ExitCode {
     add("check_script_parts", chips::check_script_parts);
     add("check_script_killed", chips::check_script_killed);
     add("check_script_limits", chips::check_script_limits);
+    for kernel in noticed::kernels() {
+        trials.push(Trial::test(format!("gpu_check_notices::{kernel}"), move || {
+            noticed::check(kernel);
+            Ok(())
+        }));
+    }
+    trials.push(Trial::test("gpu_check_documented", || {
+        noticed::is_documented();
+        Ok(())
+    }));
     // An nvcc of the machine's own may be of CUDA 13.
     let made_by = kernels::image((9, 0)).and_then(kernels::made_by_cuda);
     let is_new = made_by.is_some_and(|made_by| made_by > 12);

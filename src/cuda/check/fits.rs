@@ -1,6 +1,6 @@
 //! The operations of calibration: second moments, statistics of rows, and clusters.
 
-use ndarray::Array3;
+use ndarray::{Array3, s};
 use rand::Rng;
 
 use super::case::{Case, normal, rng};
@@ -31,27 +31,29 @@ enum Data {
 impl Size {
     fn points(self, data: Data) -> Array3<f32> {
         let mut rng = rng((self.n * 31 + self.d) as u64);
-        Array3::from_shape_fn((self.heads, self.n, self.d), |(_, _, j)| match data {
+        let mut x = Array3::from_shape_fn((self.heads, self.n, self.d), |(_, _, j)| match data {
             Data::Normal => normal(&mut rng) / (1.0 + j as f32 / 16.0),
             Data::Ties => normal(&mut rng).round().clamp(-2.0, 2.0),
-        })
+        });
+        // The scale of a head depends on its last row.
+        x.slice_mut(s![.., self.n - 1, ..]).mapv_inplace(|v| v * 20.0);
+        x
     }
 
-    /// Rows of the points and halves of them, each of some centroids five times, so that several of a row's nearest ones
-    /// are equally near.
+    /// Rows of the points and halves of them. A quarter of the centroids repeats the first ones, several times each, so
+    /// that rows have many nearest ones.
     fn centroids(self, data: Data) -> Array3<f32> {
         let x = self.points(data);
+        let repeated = self.size / 4..self.size / 2;
         Array3::from_shape_fn((self.heads, self.size, self.d), |(head, m, j)| {
-            let original = if m < self.size / 2 {
-                m
-            } else {
-                m % (self.size / 10).max(1)
+            let original = match repeated.contains(&m) {
+                true => m % (self.size / 20).max(1),
+                false => m,
             };
             let value = x[[head, original * 7 % self.n, j]];
-            if data == Data::Normal && original % 3 == 1 {
-                value / 2.0
-            } else {
-                value
+            match data == Data::Normal && original % 3 == 1 {
+                true => value / 2.0,
+                false => value,
             }
         })
     }
@@ -98,7 +100,8 @@ pub fn cases() -> Vec<Case> {
         checks::sign_sums(&device(watched), &rows.points(Data::Normal))
     }));
     for (data, rows) in [
-        (Data::Normal, size(2, 257, 64, 70)),
+        // Whole tiles of centroids, and a part of one.
+        (Data::Normal, size(2, 257, 64, 128)),
         (Data::Normal, size(1, 150, 128, 140)),
         (Data::Ties, size(1, 300, 32, 60)),
     ] {

@@ -24,6 +24,9 @@ const AREA: &str = "methods";
 /// KV heads, and query heads per KV head.
 const HEADS: [usize; 2] = [2, 4];
 
+/// Positions of a prompt that a scan covers with several blocks.
+const LONG: usize = 2500;
+
 /// Makes a method for heads of this many channels.
 type Make = fn(usize) -> Result<Box<dyn Method>>;
 
@@ -41,39 +44,45 @@ pub fn cases() -> Vec<Case> {
         ("wpq around the mean with 256 words", |d| wpq(d, [4, 256], false)),
     ];
     let on = [
-        ("streaming", KvType::F16, 64),
-        ("random", KvType::Bf16, 80),
-        ("topk", KvType::F32, 96),
-        ("topk", KvType::Bf16, 128),
-        ("a2ats", KvType::Bf16, 128),
-        ("a2ats", KvType::TwoBit, 80),
-        ("a2ats with codewords that repeat", KvType::F16, 64),
-        ("selfindex", KvType::F16, 96),
-        ("selfindex", KvType::TwoBit, 64),
-        ("selfindex", KvType::TwoBit, 80),
-        ("selfindex", KvType::TwoBit, 96),
-        ("selfindex", KvType::TwoBit, 128),
-        ("lfps", KvType::F32, 64),
-        ("lfps", KvType::Bf16, 128),
-        ("ctkvr", KvType::F32, 64),
-        ("ctkvr", KvType::Bf16, 128),
-        ("wpq", KvType::Bf16, 128),
-        ("wpq", KvType::TwoBit, 64),
-        ("wpq", KvType::F32, 64),
-        ("wpq around the mean with 256 words", KvType::F16, 64),
+        ("streaming", KvType::F16, 64, 300),
+        ("random", KvType::Bf16, 80, 300),
+        ("topk", KvType::F32, 96, 300),
+        ("topk", KvType::Bf16, 128, 300),
+        ("a2ats", KvType::Bf16, 128, 300),
+        ("a2ats", KvType::TwoBit, 80, 300),
+        ("a2ats with codewords that repeat", KvType::F16, 64, 300),
+        ("selfindex", KvType::F16, 96, 300),
+        ("selfindex", KvType::TwoBit, 64, 300),
+        ("selfindex", KvType::TwoBit, 80, 300),
+        ("selfindex", KvType::TwoBit, 96, 300),
+        ("selfindex", KvType::TwoBit, 128, 300),
+        ("lfps", KvType::F32, 64, 300),
+        ("lfps", KvType::Bf16, 128, 300),
+        ("ctkvr", KvType::F32, 64, 300),
+        ("ctkvr", KvType::Bf16, 128, 300),
+        ("wpq", KvType::Bf16, 128, 300),
+        ("wpq", KvType::TwoBit, 64, 300),
+        ("wpq", KvType::F32, 64, 300),
+        ("wpq around the mean with 256 words", KvType::F16, 64, 300),
+        // Several blocks of positions.
+        ("topk", KvType::F16, 64, LONG),
+        ("a2ats", KvType::Bf16, 64, LONG),
+        ("lfps", KvType::F16, 64, LONG),
+        ("ctkvr", KvType::F16, 64, LONG),
+        ("wpq", KvType::F16, 64, LONG),
     ];
     let mut cases = Vec::new();
-    for (name, kv, d) in on {
+    for (name, kv, d, n) in on {
         let [g, r] = HEADS;
         let setting = Setting {
             sizes: [g, r, d],
             kv,
-            n: 300,
-            steps: if name == "lfps" || name == "ctkvr" { 6 } else { 3 },
+            n,
+            steps: 5,
             budget: 0.1,
-            sinks_lead: if name == "lfps" { 12.0 } else { 0.0 },
+            sinks_lead: if name == "lfps" { 8.0 } else { 0.0 },
         };
-        let shape = format!("{g}/{} heads x {d}, 300 positions in {}", g * r, kv.as_str());
+        let shape = format!("{g}/{} heads x {d}, {n} positions in {}", g * r, kv.as_str());
         let make = named
             .iter()
             .find(|(known, _)| *known == name)

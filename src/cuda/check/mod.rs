@@ -20,7 +20,7 @@ use crate::compute::cuda::driver::Driver;
 use crate::compute::cuda::watched::Watched;
 use crate::error::{Kind, Result};
 use crate::interrupt;
-use case::Case;
+pub use case::Case;
 
 /// Kernels that no case launches, because only benchmarks use them.
 pub const UNCHECKED: [&str; 2] = ["fill_random", "read_all"];
@@ -64,7 +64,8 @@ pub struct FailedCase {
     pub failure: Failure,
 }
 
-fn cases() -> Vec<Case> {
+/// Lists the cases in the order in which they are checked.
+pub fn cases() -> Vec<Case> {
     let areas = [
         fits::cases(),
         products::cases(),

@@ -280,16 +280,17 @@ fn session(driver: &dyn Driver, decoder: &Decoder, method: &str) -> Result<Compa
 fn not_finite(driver: &dyn Driver, decoder: &Decoder) -> Result<Comparison> {
     let body = Body::load(driver, decoder, Precision::F32)?;
     let mut all = Comparison::default();
-    let mut values = normals(&mut rng(3), 5000);
-    for is_wrong in [false, true] {
-        if is_wrong {
-            values[4321] = f32::NAN;
+    let values = normals(&mut rng(3), 5000);
+    for at in [None, Some(4321), Some(4999)] {
+        let mut values = values.clone();
+        if let Some(at) = at {
+            values[at] = f32::NAN;
         }
         let finite = FiniteCheck::new(driver)?;
         finite.look(&upload(driver, &values)?, values.len(), 1)?;
         let found = finite.check(&body).is_err();
-        all.equal(&found, &is_wrong, || {
-            "whether a NaN among 5000 numbers is found".to_owned()
+        all.equal(&found, &at.is_some(), || {
+            format!("whether a NaN is found among 5000 numbers, its place being {at:?}")
         });
     }
     Ok(all)
