@@ -1,5 +1,5 @@
-// The second stage of whitened product quantisation: `Scratch::second_stage` of src/method/wpq/choose.rs. Grid and exponents
-// are those of select_wpq.cu.
+// The second stage of whitened product quantisation: `Scratch::second_stage` of src/method/wpq/choose.rs. Grid and
+// exponents are those of select_wpq.cu.
 #include "common.h"
 #include "scan.h"
 #include "wpq.h"
