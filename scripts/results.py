@@ -162,7 +162,7 @@ class Results(Lab):
 
     # Tables
 
-    def text(self):
+    def short(self):
         return self.on_text("text", {"handbook": self.blocks("handbook", 3072, BLOCKS)}, (0.1, 0.2))
 
     def long_blocks(self):
@@ -270,7 +270,7 @@ class Results(Lab):
         yield "final-questions-4096", self.asked("final-questions", 4096, "turns", TEXTS, "prose-final", "final", FINAL_SEED, None)
 
 
-TABLES = {"text": Results.text, "long": Results.long, "same": Results.same, "claims": Results.claims,
+TABLES = {"text": Results.short, "long": Results.long, "same": Results.same, "claims": Results.claims,
           "questions-4096": lambda of: of.questions(4096), "questions-8192": lambda of: of.questions(8192), "easy-4096": lambda of: of.easy(4096),
           "tasks-4096": lambda of: of.tasks(4096), "wpq-bits": Results.wpq_bits, "wpq-center": Results.wpq_center}
 

@@ -119,6 +119,14 @@ class Final(unittest.TestCase):
         self.assertEqual(len(results.open_final("one", older)), 2)
 
 
+class Labs(unittest.TestCase):
+    def test_no_script_replaces_a_method_of_the_lab(self):
+        own = {name for name, of in vars(lab.Lab).items() if callable(of) and not name.startswith("__")}
+        self.assertIn("text", own)
+        for script in (results.Results, study.Study, sweep.Sweep):
+            self.assertEqual(own & vars(script).keys(), set(), script)
+
+
 class Artifacts(unittest.TestCase):
     def test_the_index_without_data_keeps_nothing_of_the_calibration(self):
         layers, heads, d = 2, 1, 64
