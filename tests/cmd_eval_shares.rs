@@ -317,6 +317,33 @@ fn intervals_come_with_twenty_blocks() {
         eval.text(options).json(),
         "the same seed gives the same intervals"
     );
+    // Budgets of their own are paired by their places.
+    let own = "--methods topk,streaming,random --decode 4 --json --budgets topk=2,streaming=5,topk=4,streaming=4,random=3";
+    let own = eval.text(own).json();
+    let pairs = own["differences"].as_array().unwrap();
+    let found: Vec<Value> = pairs
+        .iter()
+        .map(|of| json!([of["methods"], of["budget"], of["budgets"]]))
+        .collect();
+    let expected = json!([
+        [["topk", "streaming"], null, [2.0, 5.0]],
+        [["topk", "random"], null, [2.0, 3.0]],
+        [["topk", "streaming"], 4.0, null],
+        [["streaming", "random"], null, [5.0, 3.0]],
+    ]);
+    assert_eq!(json!(found), expected);
+    let kl = |name: &str, budget: f64| {
+        let of = |row: &&Value| row["method"] == name && row["budget"] == budget;
+        number(rows(&own).iter().find(of).unwrap(), "kl")
+    };
+    let difference = kl("topk", 2.0) - kl("streaming", 5.0);
+    assert!((number(&pairs[0], "difference") - difference).abs() < 1e-12);
+    assert_ne!(pairs[0]["interval"], Value::Null);
+    // Unless each method has budgets of its own, equal budgets alone are a pair.
+    let mixed = eval
+        .text("--methods topk,streaming --decode 4 --json --budgets 2,streaming=5")
+        .json();
+    assert_eq!(mixed["differences"].as_array().unwrap().len(), 1);
     // A method against itself differs by nothing, however wide its own interval.
     let twice = eval
         .text("--methods topk,topk --budgets 2 --decode 4 --json")

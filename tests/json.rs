@@ -214,6 +214,7 @@ fn every_command_prints_what_the_page_says() {
                 "{eval} --tokens {many} --sinks 1 --window 2 --budgets 2"
             )),
             json(&format!("{eval} --needles {needles}")),
+            json(&format!("{eval} --tokens {tokens} --budgets topk=2,wpq=3")),
         ],
     );
 }

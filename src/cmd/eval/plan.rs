@@ -86,6 +86,11 @@ impl BudgetOf {
         Ok(Self { method, budget })
     }
 
+    /// Returns whether the budget applies to one method only.
+    pub fn is_named(&self) -> bool {
+        self.method.is_some()
+    }
+
     fn is_for(self, method: Named) -> bool {
         self.method.is_none_or(|own| own == method)
     }
@@ -98,6 +103,8 @@ pub struct Planned {
     pub entry: usize,
     /// The budget; `None` if no budget meets `reads`.
     pub budget: Option<Budget>,
+    /// Index of the budget among those of the entry.
+    pub place: usize,
     /// The share of the bytes to be read, and the share read on the sample.
     pub reads: Option<[f64; 2]>,
 }
@@ -113,6 +120,7 @@ pub fn rows(args: &Args, entries: &[Entry], log: Log, read: &mut reads::ReadShar
         let row = |found: &reads::Found| Planned {
             entry: found.method,
             budget: found.budget,
+            place: 0,
             reads: Some([found.target, found.share]),
         };
         return Ok(found.iter().map(row).collect());
@@ -128,9 +136,10 @@ pub fn rows(args: &Args, entries: &[Entry], log: Log, read: &mut reads::ReadShar
     for (index, entry) in entries.iter().enumerate() {
         let own = args.budgets.iter().filter(|budget| budget.is_for(entry.asked));
         let before = plan.len();
-        plan.extend(own.map(|of| Planned {
+        plan.extend(own.enumerate().map(|(place, of)| Planned {
             entry: index,
             budget: Some(of.budget),
+            place,
             reads: None,
         }));
         if plan.len() == before {

@@ -6,7 +6,7 @@ use serde_json::{Map, Value, json};
 
 use super::super::merge;
 use super::needles::Feeding;
-use super::plan::{Entry, Planned};
+use super::plan::{BudgetOf, Entry, Planned};
 use super::{Args, Named};
 use crate::artifact::Artifact;
 use crate::error::Result;
@@ -163,7 +163,8 @@ impl Measurements<'_> {
         Value::Object(named)
     }
 
-    /// Lists every pair of methods at the same budget or share, with the difference of their results.
+    /// Lists every pair of methods at the same budget or share, with the difference of their results. If each method has
+    /// budgets of its own, those at the same place of two methods are a pair.
     pub fn differences(&self) -> Vec<Value> {
         let mut out = Vec::new();
         let evaluated: Vec<&Planned> = self.plan.iter().filter(|p| p.budget.is_some()).collect();
@@ -177,10 +178,13 @@ impl Measurements<'_> {
         out
     }
 
-    /// Tells whether two rows belong to different methods, artifacts or flags and to the same share or budget.
+    /// Tells whether two rows belong to different methods, artifacts or flags and to the same share or budget, or to
+    /// budgets that are a pair.
     fn is_comparable(&self, a: &Planned, b: &Planned) -> bool {
         let share = |p: &Planned| p.reads.map(|[target, _]| target);
-        a.entry != b.entry && share(a) == share(b) && (a.reads.is_some() || a.budget == b.budget)
+        let are_own = self.args.budgets.iter().all(BudgetOf::is_named);
+        let are_paired = a.budget == b.budget || are_own && a.place == b.place;
+        a.entry != b.entry && share(a) == share(b) && (a.reads.is_some() || are_paired)
     }
 
     fn difference(&self, variants: [usize; 2], left: &Planned, right: &Planned) -> Value {
@@ -198,14 +202,20 @@ impl Measurements<'_> {
         };
         let difference = |units: &[usize]| of(a, units) - of(b, units);
         let all: Vec<usize> = (0..units).collect();
+        let budget = |p: &Planned| p.budget.map(|budget| budget.value());
+        let budgets = budget(left).zip(budget(right)).filter(|_| left.reads.is_none());
+        let budgets = budgets.map(|(left, right)| [left, right]);
         let mut out = json!({
             "methods": [name(left), name(right)],
-            "budget": left.reads.is_none().then(|| left.budget.map(|budget| budget.value())),
+            "budget": budgets.filter(|[left, right]| left == right).map(|[budget, _]| budget),
             "reads_target": left.reads.map(|[target, _]| target),
             "metric": key,
             "difference": difference(&all),
             "interval": self.intervals.map(|bootstrap| bootstrap.interval(difference)),
         });
+        if let Some(budgets) = budgets.filter(|[left, right]| left != right) {
+            out["budgets"] = json!(budgets);
+        }
         if self.artifacts.len() > 1 {
             out["artifacts"] = json!([left, right].map(|of| self.artifact_of(of)));
         }
