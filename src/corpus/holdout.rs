@@ -182,7 +182,11 @@ mod tests {
                     if found.held_out.iter().any(is_part) {
                         parts += 1;
                     } else {
-                        assert_eq!(found.held_out.len(), whole.len(), "as many blocks as were drawn");
+                        // A block of one token has no end that could be held out for it.
+                        let held: Vec<usize> = found.held_out.iter().map(|(block, ..)| *block).collect();
+                        let single = |block: &usize| found.block(*block).len() == 1 && !held.contains(block);
+                        let single = large.iter().flat_map(|of| (**of).clone()).filter(single).count();
+                        assert!(held.len() <= whole.len() && held.len() + single >= whole.len());
                     }
                     other += 1;
                 }
