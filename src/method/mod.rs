@@ -225,6 +225,14 @@ impl From<Vec<u32>> for Choice {
     }
 }
 
+impl Reads {
+    /// Adds the cached keys that a choice ranked.
+    pub fn ranked(&mut self, choice: &Choice) {
+        self.keys += choice.ranked.len() + choice.positions.len();
+        self.unattended_keys += choice.ranked.len();
+    }
+}
+
 /// How a method searches for the best positions; both ways find the same ones.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, clap::ValueEnum)]
 pub enum Ranking {

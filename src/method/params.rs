@@ -5,7 +5,7 @@ use clap::Command;
 use super::a2ats::params::A2atsParams;
 use super::ctkvr::params::CtkvrParams;
 use super::lfps::params::LfpsParams;
-use super::quest::QuestParams;
+use super::quest::params::QuestParams;
 use super::selfindex::params::SelfIndexParams;
 
 /// The parameters of every method that has some.

@@ -2,7 +2,6 @@
 
 use std::ops::Range;
 
-use super::Choice;
 use crate::kv::KvType;
 
 /// The bytes that memory moves at once: a cache line of the CPU.
@@ -98,12 +97,6 @@ impl Reads {
     /// Adds a buffer of `bytes` bytes that the step fills and reads again.
     pub fn scratch(&mut self, bytes: usize) {
         add(&mut self.scratch_bytes, bytes);
-    }
-
-    /// Adds the cached keys that a choice ranked.
-    pub fn ranked(&mut self, choice: &Choice) {
-        self.keys += choice.ranked.len() + choice.positions.len();
-        self.unattended_keys += choice.ranked.len();
     }
 
     /// Returns whether no two rows of a cache share a granule.
