@@ -3,10 +3,11 @@
 use kvsmith::compute::attention::visible;
 use kvsmith::compute::reference::dot;
 use kvsmith::kv::packed::Center;
-use kvsmith::kv::{KvHead, KvType};
+use kvsmith::kv::{Budget, KvHead, KvType};
+use kvsmith::method::pqcache::{PqCache, PqCacheParams};
 use kvsmith::method::quest::{PAGE, Quest};
 use kvsmith::method::snapkv::{POOL, QUERIES, SnapKv};
-use kvsmith::method::{Prompt, Reads, Retriever, Step};
+use kvsmith::method::{Place, Prompt, Reads, Retriever, Step};
 use ndarray::{Array2, Array3, ArrayView1, Axis, s};
 use rand::{Rng, SeedableRng};
 use rand_chacha::ChaCha8Rng;
@@ -158,6 +159,39 @@ fn quest_pages_grow_with_the_cache() {
         let select = |quest: &mut Quest| case.select(quest, t, &(0..90), 32);
         assert_eq!(select(&mut at_once), select(&mut grown));
     }
+}
+
+#[test]
+fn words_of_pqcache_are_those_of_the_prompt_without_its_sinks() {
+    let mut rng = ChaCha8Rng::seed_from_u64(4);
+    let (n, d, sinks) = (300, 16, 4);
+    let mut case = Case::new(&mut rng, 2, n, d);
+    let words = |case: &Case, layer: usize, seed: u64| -> Vec<Array2<f32>> {
+        let place = Place {
+            layer,
+            kv_head: 1,
+            group: 2,
+            head_dim: d,
+            model_window: None,
+            sinks,
+            window: 8,
+            budget: Budget::Count(9),
+            kv: KvType::F32,
+        };
+        let head = case.prefilled(PqCache::new(&place, &PqCacheParams::default(), seed));
+        head.words().map(|words| words.to_owned()).collect()
+    };
+    let usual = words(&case, 0, 1);
+    assert_eq!(usual.len(), 2);
+    assert!(usual.iter().all(|words| words.dim() == (64, 8)));
+    assert_eq!(words(&case, 0, 1), usual);
+    // Every head and every seed draws its own first words.
+    assert_ne!(words(&case, 1, 1), usual);
+    assert_ne!(words(&case, 0, 2), usual);
+    case.keys.slice_mut(s![..sinks, ..]).fill(100.0);
+    assert_eq!(words(&case, 0, 1), usual);
+    case.keys.row_mut(sinks).fill(100.0);
+    assert_ne!(words(&case, 0, 1), usual);
 }
 
 #[test]

@@ -103,6 +103,11 @@ fn bytes_are_what_a_step_reads() {
         [codes + more_words]
     );
     assert_eq!(bytes("attend --methods wpq"), [codes + attended]);
+    // 12 bits of each candidate, and 64 words of every channel in half precision.
+    assert_eq!(
+        bytes("retrieve --methods pqcache"),
+        [2 * (932 * 12 / 8 + 64 * 64 * 2)]
+    );
     // The oracle reads every key, and the values of what it attends.
     let keys = 2 * 1000 * 64 * 2;
     assert_eq!(bytes("retrieve --methods topk"), [keys]);

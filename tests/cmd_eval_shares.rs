@@ -161,6 +161,7 @@ fn budgets_are_found_that_read_the_shares() {
         "full",
         "topk",
         "quest",
+        "pqcache",
         "a2ats",
         "selfindex",
         "lfps",

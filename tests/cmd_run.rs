@@ -301,6 +301,8 @@ fn extreme_flags() {
         ctkvr     | --ct-choose random --ct-centroids 1
         quest     | --budget 16 --sinks 0 --window 1
         quest     | --budget 16 --page 64
+        pqcache   | --pq-groups 1 --pq-bits 4 --sinks 4294967295
+        pqcache   | --pq-groups 8 --pq-bits 8 --sinks 0 --window 1
         snapkv    | --budget 2 --sinks 0 --window 1
     ";
     for [method, options] in table(CASES) {
@@ -318,6 +320,9 @@ fn extreme_flags() {
         "--page 48",
         "--ct-probes 0",
         "--ct-centroids 0",
+        "--pq-groups 0",
+        "--pq-bits 3",
+        "--pq-bits 9",
         "--lfps-theta nan",
         "--lfps-alpha -1",
         "--lfps-rows 1e3",
@@ -328,6 +333,11 @@ fn extreme_flags() {
     ] {
         kvsmith(&format!("run {} {options}", model.files)).fails(2, "", "");
     }
+    kvsmith(&format!("run {} --method pqcache --pq-groups 3", model.files)).fails(
+        2,
+        "--pq-groups 3 does not divide the",
+        "divisor of",
+    );
 }
 
 /// Every method makes the same choices with one thread and with several.

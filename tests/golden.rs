@@ -37,7 +37,15 @@ fn captured_states_match() {
 fn greedy_tokens_match() {
     for (name, dir) in all() {
         let golden = Golden::open(&dir);
-        for method in ["full", "topk", "random", "streaming", "quest", "snapkv"] {
+        for method in [
+            "full",
+            "topk",
+            "random",
+            "streaming",
+            "quest",
+            "pqcache",
+            "snapkv",
+        ] {
             let (prepared, options) = (golden.method(method), options("1.0", KvType::F32));
             let mut session = Session::on_cpu(&golden.decoder, prepared.as_ref(), options, 64).unwrap();
             let (tokens, _) = generate(&mut session, &golden.ids, 24);

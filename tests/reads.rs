@@ -65,12 +65,18 @@ fn lines(width: usize, places: impl IntoIterator<Item = usize>) -> usize {
     64 * bytes.map(|byte| byte / 64).collect::<BTreeSet<_>>().len()
 }
 
+/// The words of a group of pqcache: at most 2^6, and no more than the prompt has keys beside the sinks.
+fn words(prompt: usize) -> usize {
+    64.min(prompt - SINKS)
+}
+
 /// The bytes that memory moves of the index, for a choice of `chosen` of the candidates from `start` to `end` with
-/// `visible` positions; `None` where the trace does not tell.
+/// `visible` positions, after a prompt of `prompt` tokens; `None` where the trace does not tell.
 fn moved_index(
     method: &str,
     kv: &str,
     sizes: &Sizes,
+    prompt: usize,
     [start, end, chosen]: [usize; 3],
     visible: std::ops::Range<usize>,
 ) -> Option<usize> {
@@ -79,6 +85,8 @@ fn moved_index(
     Some(match method {
         "full" | "topk" | "random" | "streaming" => 0,
         "quest" => lines(2 * float * d, (start..end).map(|p| p / 16)),
+        // The words are held in single precision.
+        "pqcache" => lines(1, 12 * start / 8..(12 * end).div_ceil(8)) + lines(4 * words(prompt) * d, [0]),
         "snapkv" => lines(4 * chosen, [0]),
         "h2o" => lines(8, start..end),
         // The codewords in panels of 32 in half precision, L^-1 in double precision, the counts, and a code per candidate.
@@ -101,13 +109,21 @@ fn moved_rows(kv: &str, d: usize, attended: &BTreeSet<usize>) -> usize {
 }
 
 /// Bytes of the index for a choice of `chosen` of `n` candidates from position `start` on, with `seen` visible
-/// positions; `None` where the trace does not tell.
-fn index_bytes(method: &str, kv: &str, sizes: &Sizes, [start, n, seen, chosen]: [usize; 4]) -> Option<usize> {
+/// positions, after a prompt of `prompt` tokens; `None` where the trace does not tell.
+fn index_bytes(
+    method: &str,
+    kv: &str,
+    sizes: &Sizes,
+    prompt: usize,
+    [start, n, seen, chosen]: [usize; 4],
+) -> Option<usize> {
     let d = sizes.d;
     let float = if ["f16", "bf16"].contains(&kv) { 2 } else { 4 };
     Some(match method {
         "full" | "topk" | "random" | "streaming" => 0,
         "quest" => 2 * float * d * ((start + n).div_ceil(16) - start / 16),
+        // Two numbers of 6 bits per candidate, and the words in half precision.
+        "pqcache" => (12 * (start + n)).div_ceil(8) - 12 * start / 8 + 2 * words(prompt) * d,
         "snapkv" => 4 * chosen,
         "h2o" => 8 * n,
         // 8 codewords, once for all buckets, and a code per candidate: too few of them for lists.
@@ -154,11 +170,11 @@ fn count(
         let attended: BTreeSet<usize> = (start..first).chain(positions).chain(last..end).collect();
         counted.moved += moved_rows(kv, sizes.d, &attended);
         if most < n {
-            match moved_index(method, kv, sizes, [first, last, chosen], start..end) {
+            match moved_index(method, kv, sizes, prompt, [first, last, chosen], start..end) {
                 Some(bytes) => counted.moved += bytes,
                 None => moves_known = false,
             }
-            match index_bytes(method, kv, sizes, [first, n, seen, chosen]) {
+            match index_bytes(method, kv, sizes, prompt, [first, n, seen, chosen]) {
                 Some(bytes) => counted.index += bytes,
                 None => known = false,
             }

@@ -127,12 +127,13 @@ fn a_later_prompt_continues_the_cache() {
 }
 
 /// Methods that choose positions of a later prompt in its first steps already.
-const CHOOSE_LATER: [&str; 10] = [
+const CHOOSE_LATER: [&str; 11] = [
     "full",
     "topk",
     "random",
     "streaming",
     "quest",
+    "pqcache",
     "snapkv",
     "a2ats",
     "selfindex",

@@ -14,6 +14,7 @@ pub mod full;
 pub mod h2o;
 pub mod lfps;
 pub mod params;
+pub mod pqcache;
 pub mod quest;
 pub mod random;
 pub mod reads;
@@ -30,6 +31,7 @@ pub mod wpq;
 
 use std::ops::Range;
 
+use multiversion::multiversion;
 use ndarray::{Array2, ArrayView2, ArrayView3, s};
 
 use self::cuda::CudaMethod;
@@ -175,6 +177,24 @@ fn softmax(scores: &mut [f32]) {
     let max = simd::max(scores);
     simd::exp_shifted(scores, max);
     simd::scale(scores, (1.0 / simd::sum(scores)) as f32);
+}
+
+/// Adds the softmax probabilities of a query head's scores to `mass`. What the scores hold is lost.
+///
+/// # Numerics
+/// Powers in f32, their sum and the mass in f64.
+fn add_probabilities(scores: &mut [f32], mass: &mut [f64]) {
+    let max = simd::max(scores);
+    simd::exp_shifted(scores, max);
+    add_shares(scores, simd::sum(scores), mass);
+}
+
+/// Adds `x[i] / sum` to `mass[i]`.
+#[multiversion(targets("x86_64+avx512f+avx512vl", "x86_64+avx2", "aarch64+neon"))]
+fn add_shares(x: &[f32], sum: f64, mass: &mut [f64]) {
+    for (m, x) in mass.iter_mut().zip(x) {
+        *m += f64::from(*x) / sum;
+    }
 }
 
 /// A decode step of one KV head.

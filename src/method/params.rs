@@ -5,6 +5,7 @@ use clap::Command;
 use super::a2ats::params::A2atsParams;
 use super::ctkvr::params::CtkvrParams;
 use super::lfps::params::LfpsParams;
+use super::pqcache::params::PqCacheParams;
 use super::quest::params::QuestParams;
 use super::selfindex::params::SelfIndexParams;
 
@@ -27,10 +28,13 @@ pub struct MethodParams {
     /// See [`crate::method::quest`].
     #[command(flatten)]
     pub quest: QuestParams,
+    /// See [`crate::method::pqcache`].
+    #[command(flatten)]
+    pub pqcache: PqCacheParams,
 }
 
 /// Lists the methods that have flags of their own, each with the names of its flags.
-pub fn flags_of_methods() -> [(&'static str, Vec<String>); 5] {
+pub fn flags_of_methods() -> [(&'static str, Vec<String>); 6] {
     fn flags<P: clap::Args>() -> Vec<String> {
         let command = P::augment_args(Command::new("parameters"));
         let named = command.get_arguments().filter_map(|arg| arg.get_long());
@@ -42,5 +46,6 @@ pub fn flags_of_methods() -> [(&'static str, Vec<String>); 5] {
         ("lfps", flags::<LfpsParams>()),
         ("ctkvr", flags::<CtkvrParams>()),
         ("quest", flags::<QuestParams>()),
+        ("pqcache", flags::<PqCacheParams>()),
     ]
 }

@@ -6,17 +6,14 @@
 
 pub mod cuda;
 
-use multiversion::multiversion;
-
 use super::bench::{Bench, Contents, Fill, NewHead, TimedLayer, TimedOnCuda};
 use super::best::largest;
 use super::cuda::{CudaMethod, Indexes, OnDevice};
 use super::declaration::Declaration;
 use super::params::MethodParams;
-use super::{Alike, Choice, Reads, Retriever, Step, everything};
+use super::{Alike, Choice, Reads, Retriever, Step, add_probabilities, everything};
 use crate::compute::layout::elements_mut;
 use crate::compute::products::all_products;
-use crate::compute::simd;
 use crate::error::Result;
 
 /// The declaration of `topk`.
@@ -32,14 +29,6 @@ pub static METHOD: Declaration = Declaration {
 #[derive(Clone)]
 pub struct TopK;
 
-/// Adds `x[i] / sum` to `mass[i]`.
-#[multiversion(targets("x86_64+avx512f+avx512vl", "x86_64+avx2", "aarch64+neon"))]
-fn add_shares(mass: &mut [f64], x: &[f32], sum: f64) {
-    for (m, x) in mass.iter_mut().zip(x) {
-        *m += f64::from(*x) / sum;
-    }
-}
-
 impl Retriever for TopK {
     fn select(&mut self, step: &Step) -> Choice {
         if step.is_exact() {
@@ -52,10 +41,7 @@ impl Retriever for TopK {
         let mut scores = all_products(step.q_rope, scale, step.kv.keys(), &all);
         let mut mass = vec![0.0f64; n];
         for mut row in scores.rows_mut() {
-            let row = elements_mut(&mut row);
-            let max = simd::max(row);
-            simd::exp_shifted(row, max);
-            add_shares(&mut mass, row, simd::sum(row));
+            add_probabilities(elements_mut(&mut row), &mut mass);
         }
         let c = step.candidates.start - first..step.candidates.end - first;
         let places = largest(&mass[c], step.budget).into_iter();

@@ -8,6 +8,7 @@ pub mod ctkvr;
 pub mod head;
 pub mod inputs;
 pub mod lfps;
+pub mod pqcache;
 pub mod quantiser;
 pub mod selfindex;
 pub mod tail;
@@ -21,12 +22,13 @@ use rand::Rng;
 use rand_chacha::ChaCha8Rng;
 
 /// The check of each method against its naive model; that of a new method belongs here.
-const CHECKS: [(&str, fn()); 12] = [
+const CHECKS: [(&str, fn()); 13] = [
     ("full", baselines::check_full),
     ("topk", baselines::check_topk),
     ("random", baselines::check_random),
     ("streaming", baselines::check_streaming),
     ("quest", baselines::check_quest),
+    ("pqcache", pqcache::check),
     ("snapkv", baselines::check_snapkv),
     ("h2o", baselines::check_h2o),
     ("a2ats", a2ats::check),

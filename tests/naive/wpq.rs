@@ -40,7 +40,7 @@ struct Table {
 }
 
 /// An estimated score, and how far it may be off.
-type Estimate = (f64, f64);
+pub type Estimate = (f64, f64);
 
 impl NaiveWpq {
     /// The channels of a group: principal directions j, j + m, j + 2 m and so on.
@@ -207,7 +207,7 @@ fn nearest(z: &[f64], words: &Matrix, own: usize, off: f64) -> Result<usize, Str
 }
 
 /// Probabilities summed over the query heads, of positions whose estimated scores are known per query head.
-fn items(seen: &[usize], estimates: &[Vec<Estimate>], classes: &[usize]) -> Vec<Item> {
+pub fn items(seen: &[usize], estimates: &[Vec<Estimate>], classes: &[usize]) -> Vec<Item> {
     let item = |&position: &usize| Item {
         position,
         score: 0.0,
