@@ -103,10 +103,12 @@ fn bytes_are_what_a_step_reads() {
         [codes + more_words]
     );
     assert_eq!(bytes("attend --methods wpq"), [codes + attended]);
-    // 12 bits of each candidate, and 64 words of every channel in half precision.
+    // 12 bits of each candidate and 64 words of every channel in half precision; a bit per channel and 256 counts per 8
+    // channels.
+    let codes = [932 * 12 / 8 + 64 * 64 * 2, 932 * 8 + 8 * 256 * 4];
     assert_eq!(
-        bytes("retrieve --methods pqcache"),
-        [2 * (932 * 12 / 8 + 64 * 64 * 2)]
+        bytes("retrieve --methods pqcache,randsign"),
+        codes.map(|bytes| 2 * bytes)
     );
     // The oracle reads every key, and the values of what it attends.
     let keys = 2 * 1000 * 64 * 2;

@@ -162,6 +162,7 @@ fn budgets_are_found_that_read_the_shares() {
         "topk",
         "quest",
         "pqcache",
+        "randsign",
         "a2ats",
         "selfindex",
         "lfps",

@@ -303,6 +303,7 @@ fn extreme_flags() {
         quest     | --budget 16 --page 64
         pqcache   | --pq-groups 1 --pq-bits 4 --sinks 4294967295
         pqcache   | --pq-groups 8 --pq-bits 8 --sinks 0 --window 1
+        randsign  | --sinks 0 --window 1
         snapkv    | --budget 2 --sinks 0 --window 1
     ";
     for [method, options] in table(CASES) {

@@ -44,6 +44,7 @@ fn greedy_tokens_match() {
             "streaming",
             "quest",
             "pqcache",
+            "randsign",
             "snapkv",
         ] {
             let (prepared, options) = (golden.method(method), options("1.0", KvType::F32));

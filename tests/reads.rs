@@ -87,6 +87,7 @@ fn moved_index(
         "quest" => lines(2 * float * d, (start..end).map(|p| p / 16)),
         // The words are held in single precision.
         "pqcache" => lines(1, 12 * start / 8..(12 * end).div_ceil(8)) + lines(4 * words(prompt) * d, [0]),
+        "randsign" => lines(d / 8, start..end) + lines(256 * 4 * d / 8, [0]),
         "snapkv" => lines(4 * chosen, [0]),
         "h2o" => lines(8, start..end),
         // The codewords in panels of 32 in half precision, L^-1 in double precision, the counts, and a code per candidate.
@@ -124,6 +125,8 @@ fn index_bytes(
         "quest" => 2 * float * d * ((start + n).div_ceil(16) - start / 16),
         // Two numbers of 6 bits per candidate, and the words in half precision.
         "pqcache" => (12 * (start + n)).div_ceil(8) - 12 * start / 8 + 2 * words(prompt) * d,
+        // A bit per channel, and a count of 4 bytes for each of the 256 patterns of 8 channels.
+        "randsign" => n * d / 8 + 256 * 4 * d / 8,
         "snapkv" => 4 * chosen,
         "h2o" => 8 * n,
         // 8 codewords, once for all buckets, and a code per candidate: too few of them for lists.

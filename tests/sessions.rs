@@ -127,13 +127,14 @@ fn a_later_prompt_continues_the_cache() {
 }
 
 /// Methods that choose positions of a later prompt in its first steps already.
-const CHOOSE_LATER: [&str; 11] = [
+const CHOOSE_LATER: [&str; 12] = [
     "full",
     "topk",
     "random",
     "streaming",
     "quest",
     "pqcache",
+    "randsign",
     "snapkv",
     "a2ats",
     "selfindex",

@@ -17,6 +17,7 @@ pub mod params;
 pub mod pqcache;
 pub mod quest;
 pub mod random;
+pub mod randsign;
 pub mod reads;
 pub mod registry;
 pub mod sections;

@@ -8,8 +8,8 @@ use clap::builder::PossibleValue;
 use super::bench::Bench;
 use super::declaration::{Ask, Declaration};
 use super::{
-    Method, Place, Retriever, a2ats, ctkvr, full, h2o, lfps, pqcache, quest, random, selfindex, snapkv,
-    streaming, topk, wpq,
+    Method, Place, Retriever, a2ats, ctkvr, full, h2o, lfps, pqcache, quest, random, randsign, selfindex,
+    snapkv, streaming, topk, wpq,
 };
 use crate::artifact::Artifact;
 use crate::error::Result;
@@ -22,6 +22,7 @@ pub static METHODS: &[MethodName] = &[
     MethodName(&streaming::METHOD),
     MethodName(&quest::METHOD),
     MethodName(&pqcache::METHOD),
+    MethodName(&randsign::METHOD),
     MethodName(&snapkv::METHOD),
     MethodName(&h2o::METHOD),
     MethodName(&a2ats::METHOD),

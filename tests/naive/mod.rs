@@ -10,6 +10,7 @@ pub mod inputs;
 pub mod lfps;
 pub mod pqcache;
 pub mod quantiser;
+pub mod randsign;
 pub mod selfindex;
 pub mod tail;
 pub mod wpq;
@@ -22,13 +23,14 @@ use rand::Rng;
 use rand_chacha::ChaCha8Rng;
 
 /// The check of each method against its naive model; that of a new method belongs here.
-const CHECKS: [(&str, fn()); 13] = [
+const CHECKS: [(&str, fn()); 14] = [
     ("full", baselines::check_full),
     ("topk", baselines::check_topk),
     ("random", baselines::check_random),
     ("streaming", baselines::check_streaming),
     ("quest", baselines::check_quest),
     ("pqcache", pqcache::check),
+    ("randsign", randsign::check),
     ("snapkv", baselines::check_snapkv),
     ("h2o", baselines::check_h2o),
     ("a2ats", a2ats::check),
