@@ -7,7 +7,8 @@ With keys.json ({"layer", "head", "keys", "queries", "keys_rope", "queries_rope"
 "offsets"}) it prints, as JSON: the a2ats code of each key and the score of each query and key in each bucket of distances
 (one without buckets); the wpq code of each key, per stage and group, and the score of each query and key, from keys and
 queries after rotation; the LFPS prior of the query head, its scalars and its mean attention mass at each offset; and
-the shift of its tail, null without one.
+the shift of its tail, null without one. From an artifact with the sections of peers also: the doublesparsity score of
+each query and key, by 4 channels, and the triattention score of each key for the query head.
 """
 
 import hashlib
@@ -103,6 +104,28 @@ def prior(tensors, params, layer, query_head, offsets):
     return scalars, mass.tolist()
 
 
+def double_sparsity(tensors, layer, head, keys, queries, count):
+    """Scores [r, n] of rotated keys [n, d] for rotated queries [r, d], by the labels of their first channels."""
+    channels = tensors["doublesparsity.channels"][layer, head][:count]
+    x = keys[:, channels].astype(np.float32)
+    low = x.min(1, keepdims=True)
+    step = (x.max(1, keepdims=True) - low) / np.float32(15)
+    code = np.floor((x - low) / np.where(step > 0, step, 1) + np.float32(0.5))
+    low, step = (part.astype(np.float16).astype(np.float64) for part in (low, step))
+    return queries[:, channels] @ (low + step * code).T / np.sqrt(keys.shape[1])
+
+
+def triattention(tensors, layer, query_head, keys, inv_freq):
+    """Scores [n] of keys before rotation [n, d] at positions from 0 on, for queries after the last of them."""
+    n, half = len(keys), keys.shape[1] // 2
+    k = keys[:, :half] + 1j * keys[:, half:]
+    re, im = tensors["triattention.q_mean"][layer, query_head].astype(np.float64).T
+    q = re + 1j * im
+    distances = (n - 1 - np.arange(n))[:, None] + 2 ** np.arange(17)
+    waves = np.cos(inv_freq * distances[:, :, None] + np.angle(q * k.conj())[:, None]).mean(1)
+    return (np.abs(q) * np.abs(k) * waves + (tensors["triattention.q_abs"][layer, query_head] - np.abs(q)) * np.abs(k)).sum(1)
+
+
 def main():
     with safe_open(sys.argv[1], framework="numpy") as file:
         text = file.metadata()["kvsmith"]
@@ -118,13 +141,20 @@ def main():
     factors = turns(manifest["sections"]["a2ats"], np.array(given["rope_inv_freq"]))
     table = scores(tensors, layer, head, np.array(given["queries"], np.float64), factors)
     scalars, slash = prior(tensors, manifest["sections"]["lfps"], layer, given["query_head"], given["offsets"])
-    rotated = (np.array(given[name], np.float64) for name in ("keys_rope", "queries_rope"))
+    rotated = [np.array(given[name], np.float64) for name in ("keys_rope", "queries_rope")]
     wpq_codes, wpq_scores = wpq(tensors, manifest["sections"]["wpq"], layer, head, *rotated, np.array(given["rope_inv_freq"]))
     tail = (layer, given["query_head"])
+    peers = {}
+    if "triattention.q_mean" in tensors:
+        series = (np.array(given["keys"], np.float64), np.array(given["rope_inv_freq"]))
+        peers = {
+            "doublesparsity": double_sparsity(tensors, layer, head, *rotated, 4).tolist(),
+            "triattention": triattention(tensors, *tail, *series).tolist(),
+        }
     print(json.dumps({
         "scalars": scalars, "slash": slash, "codes": codes.tolist(), "scores": table[:, :, codes].tolist(),
         "wpq_codes": wpq_codes, "wpq_scores": wpq_scores.tolist(),
-        "tail": float(tensors["tail.shift"][tail]) if tensors["tail.used"][tail] else None,
+        "tail": float(tensors["tail.shift"][tail]) if tensors["tail.used"][tail] else None, **peers,
     }))
 
 

@@ -10,14 +10,15 @@ use kvsmith::method::registry::METHODS;
 use kvsmith::method::sections::SECTIONS;
 use kvsmith::model::Decoder;
 use serde_json::{Map, Value, json};
-use sha2::{Digest, Sha256};
 
 /// Sections with the method that reads each.
-const READERS: [(&str, &str); 4] = [
+const READERS: [(&str, &str); 6] = [
     ("a2ats", "a2ats"),
     ("sign", "selfindex"),
     ("lfps", "lfps"),
     ("wpq", "wpq"),
+    ("doublesparsity", "doublesparsity"),
+    ("triattention", "triattention"),
 ];
 
 /// A golden checkpoint with its prompt.
@@ -41,7 +42,7 @@ impl Files {
 
     fn calibrate(&self) -> String {
         let Self { model, texts, .. } = self;
-        let calibrate = format!("calibrate --model {model} --tokens {texts} --size 8");
+        let calibrate = format!("calibrate --model {model} --tokens {texts} --size 8 --peers");
         self.scratch.make("art", &calibrate)
     }
 
@@ -96,24 +97,6 @@ impl Files {
 fn header(bytes: &[u8]) -> (Value, usize) {
     let end = 8 + u64::from_le_bytes(bytes[..8].try_into().unwrap()) as usize;
     (serde_json::from_slice(&bytes[8..end]).unwrap(), end)
-}
-
-/// Copies an artifact with other bytes at the end of a tensor, whose digest fits.
-fn with_values(art: &str, to: &str, tensor: &str, last: &[u8]) {
-    let mut bytes = std::fs::read(art).unwrap();
-    let (header, start) = header(&bytes);
-    let at = |i: usize| start + header[tensor]["data_offsets"][i].as_u64().unwrap() as usize;
-    let range = at(0)..at(1);
-    bytes[range.end - last.len()..range.end].copy_from_slice(last);
-    let digest: String = Sha256::digest(&bytes[range])
-        .iter()
-        .map(|b| format!("{b:02x}"))
-        .collect();
-    std::fs::write(to, bytes).unwrap();
-    let section = tensor.split('.').next().unwrap();
-    resealed(to, to, |manifest| {
-        manifest["sections"][section]["sha256"][tensor] = json!(digest)
-    });
 }
 
 /// What every way to use an artifact must say of one that does not fit.
@@ -267,6 +250,8 @@ fn values_that_are_not_finite_are_refused() {
         ("wpq.chol", &narrow[..], "wpq", 1),
         ("wpq.rotation", &wide[..], "wpq", 1),
         ("tail.shift", &wide[..], "topk --tail", 3),
+        ("triattention.q_mean", &wide[..], "triattention", 3),
+        ("triattention.q_abs", &narrow[..], "triattention", 3),
     ] {
         with_values(&art, &crafted, tensor, value);
         let culprit = format!("tensor `{tensor}` contains a NaN or infinite value in layer 1, head {head}");
@@ -275,7 +260,7 @@ fn values_that_are_not_finite_are_refused() {
             .fails(1, &culprit, "damaged");
         kvsmith(&format!("inspect --verify {crafted}")).fails(1, &culprit, "damaged");
     }
-    for section in ["a2ats", "sign", "wpq"] {
+    for section in ["a2ats", "sign", "wpq", "doublesparsity", "triattention"] {
         resealed(&art, &crafted, |manifest| {
             manifest["quality"][section][1][0]["keys"] = json!(0)
         });
@@ -429,7 +414,7 @@ fn constant_heads_are_marked_and_attended_in_full() {
     let out = files.scratch.path("art");
     let Files { model, texts, .. } = &files;
     let made = kvsmith(&format!(
-        "calibrate --model {model} --tokens {texts} --size 8 -o {out}"
+        "calibrate --model {model} --tokens {texts} --size 8 --peers -o {out}"
     ))
     .ok();
     for (section, _) in READERS {

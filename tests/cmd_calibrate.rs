@@ -26,8 +26,9 @@ fn it_equals_the_chain_by_hand() {
         let model = checkpoint(name);
         let tokens = scratch.tokens("tokens.json", &documents(lengths, 1));
         let input = format!("--model {model} --tokens {tokens} {options} --seed 5 --wrope-position 300");
-        let fit = format!("--size 9 --iterations 6 --positions {positions}");
+        let fit = format!("--size 9 --iterations 6 --positions {positions} --peers");
         let path = |file: &str| scratch.path(file);
+        let codebook = fit.replace(" --peers", "");
         let direct = scratch.make("direct", &format!("calibrate {input} {fit} --no-verdict"));
         let judged = scratch.make("judged", &format!("calibrate {input} {fit} --verdict-steps 9"));
 
@@ -37,15 +38,18 @@ fn it_equals_the_chain_by_hand() {
         for moments in [String::new(), format!("--moments {moments}")] {
             let section = make(
                 "section",
-                format!("codebook --dump {dump} {moments} {fit} --seed 5"),
+                format!("codebook --dump {dump} {moments} {codebook} --seed 5"),
             );
             let signs = make("signs", format!("signs --dump {dump}"));
             let priors = make("priors", format!("priors --dump {dump}"));
             let wpq = make("wpq", format!("wpq --dump {dump} --seed 5"));
             let tail = make("tail", format!("tail --dump {dump} --seed 5"));
+            let peers = ["doublesparsity", "triattention"];
+            let peers = peers.map(|section| make(section, format!("{section} --dump {dump}")));
+            let peers = peers.join(" ");
             let packed = path("packed");
             let json = kvsmith(&format!(
-                "pack {signs} {tail} {priors} {wpq} {section} --model {model} --overwrite -o {packed} --json"
+                "pack {signs} {peers} {tail} {priors} {wpq} {section} --model {model} --overwrite -o {packed} --json"
             ));
             assert!(
                 json.json()["sections"]
@@ -463,7 +467,7 @@ fn the_seed_alone_makes_a_difference() {
     // Long enough that every parallel loop has several pieces.
     let tokens = scratch.tokens("tokens.json", &documents(&[3000, 500], 2));
     let run = |name: &str, options: &str| {
-        let command = format!("calibrate --model {model} --tokens {tokens} --size 64 {options}");
+        let command = format!("calibrate --model {model} --tokens {tokens} --size 64 --peers {options}");
         read(&scratch.make(name, &command))
     };
     let first = run("first", "");
@@ -494,7 +498,7 @@ impl Run {
         let scratch = Scratch::new();
         let model = checkpoint("qwen2_sliding");
         let file = scratch.tokens("tokens.json", &documents(&vec![500; tokens / 500], 3));
-        let input = format!("--model {model} --tokens {file} --seq-len 500");
+        let input = format!("--model {model} --tokens {file} --seq-len 500 --peers");
         Self { scratch, input }
     }
 

@@ -18,7 +18,7 @@ impl<'a> Model<'a> {
         let model = scratch.model("model", name);
         let prompt = scratch.tokens("prompt.json", &[golden_ids(name, "ids")]);
         let texts = scratch.tokens("texts.json", &documents(&[60, 60], 1));
-        let calibrate = format!("calibrate --model {model} --tokens {texts} --size 8");
+        let calibrate = format!("calibrate --model {model} --tokens {texts} --size 8 --peers");
         let artifact = scratch.make("art", &calibrate);
         let files = format!("--model {model} --artifact {artifact} --tokens {prompt}");
         Self { scratch, name, files }

@@ -9,12 +9,14 @@ use crate::common::*;
 use serde_json::{Value, json};
 
 /// The commands that fit a section, each with the flags that it gets here.
-const SECTIONS: [(&str, &str); 5] = [
+const SECTIONS: [(&str, &str); 7] = [
     ("codebook", "--size 9 --iterations 6"),
     ("signs", ""),
     ("priors", ""),
     ("wpq", ""),
     ("tail", ""),
+    ("doublesparsity", ""),
+    ("triattention", ""),
 ];
 
 /// A text and a model to calibrate in parts.
@@ -101,7 +103,7 @@ fn any_number_of_shards_and_ranges_gives_the_bytes_of_one_machine() {
         ),
     ] {
         let job = Job::new(model, lengths, options);
-        let fit = format!("--size 9 --iterations 6 --positions {positions}");
+        let fit = format!("--size 9 --iterations 6 --positions {positions} --peers");
         let direct = job
             .scratch
             .make("direct", &format!("calibrate {} {fit} --no-verdict", job.dump));

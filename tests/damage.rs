@@ -189,7 +189,11 @@ fn commands_refuse_a_damaged_dump() {
             "k_pre",
             &["codebook --size 4", "signs", "priors", "wpq", "moments"][..],
         ),
-        ("layer-00000", "q_pre", &["priors", "tail", "moments"]),
+        (
+            "layer-00000",
+            "q_pre",
+            &["priors", "tail", "moments", "doublesparsity", "triattention"],
+        ),
         ("layer-00000", "v", &["tail"]),
         (
             "tokens",

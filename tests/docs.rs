@@ -9,7 +9,9 @@ use kvsmith::artifact::Artifact;
 use kvsmith::method::a2ats::Codebooks;
 use kvsmith::method::lfps::priors::{Priors, SCALARS};
 use kvsmith::method::sections::SECTIONS;
+use kvsmith::method::triattention::MeanQueries;
 use kvsmith::method::wpq::HeadCodebooks;
+use kvsmith::method::{doublesparsity, triattention};
 use kvsmith::model::Decoder;
 use kvsmith::model::decoder::rotated;
 use ndarray::{ArrayView2, Axis, s};
@@ -95,6 +97,7 @@ fn python_reads((positions, center): (&str, &str)) {
             positions,
             "--wpq-center",
             center,
+            "--peers",
             "--model",
         ])
         .arg(&model)
@@ -183,6 +186,7 @@ fn python_reads((positions, center): (&str, &str)) {
     let codebooks = HeadCodebooks::load(&artifact, &decoder.rope).unwrap();
     assert_eq!(codebooks.have_paths(), center == "path");
     check_wpq(&answer, &codebooks, keys_rope, queries_rope);
+    check_peers(&answer, &artifact, &decoder, [keys, keys_rope], queries_rope);
     let shift = &artifact.manifest.quality.sections["tail"][0][3 / group]["shift"][3 % group];
     assert_eq!(&answer["tail"], shift);
 }
@@ -209,6 +213,61 @@ fn check_wpq(answer: &Value, codebooks: &HeadCodebooks, keys: ArrayView2<f32>, q
         }
     }
     assert!(error < 0.1 * spread, "{error} of {spread}");
+}
+
+/// Compares the scores of peers with what the methods' own definitions give: the label's product is near the product of the
+/// first channels, and the series is the program's.
+fn check_peers(
+    answer: &Value,
+    artifact: &Artifact,
+    decoder: &Decoder,
+    [keys, keys_rope]: [ArrayView2<f32>; 2],
+    queries_rope: ArrayView2<f32>,
+) {
+    let (n, d) = keys_rope.dim();
+    let section = artifact.section("doublesparsity").unwrap();
+    let channels: Vec<u32> = section.read(doublesparsity::CHANNELS).unwrap();
+    for (a, query) in queries_rope.rows().into_iter().enumerate() {
+        for (j, key) in keys_rope.rows().into_iter().enumerate() {
+            let first = || channels[..4].iter().map(|i| *i as usize);
+            let values: Vec<f64> = first().map(|i| f64::from(key[i])).collect();
+            let products = first().zip(&values).map(|(i, k)| f64::from(query[i]) * k);
+            let exact = products.sum::<f64>() / (d as f64).sqrt();
+            let range = values.iter().copied().fold(f64::MIN, f64::max)
+                - values.iter().copied().fold(f64::MAX, f64::min);
+            // Half a step in every channel, and the roundings to f16.
+            let size: f64 = first().map(|i| f64::from(query[i].abs())).sum();
+            let largest = values.iter().fold(0.0f64, |m, x| m.max(x.abs()));
+            let bound = size * (range / 30.0 + largest / 1000.0) / (d as f64).sqrt();
+            let theirs = answer["doublesparsity"][a][j].as_f64().unwrap();
+            assert!(
+                (theirs - exact).abs() <= bound,
+                "query {a} key {j}: {theirs} {exact}"
+            );
+        }
+    }
+    let section = artifact.section("triattention").unwrap();
+    let half = d / 2;
+    let head = |tensor: &str, width: usize| {
+        let values: Vec<f32> = section.read(tensor).unwrap();
+        values[3 * width..4 * width].to_vec()
+    };
+    let queries = MeanQueries::new(
+        &head(triattention::Q_MEAN, 2 * half),
+        &head(triattention::Q_ABS, half),
+        &decoder.rope,
+    );
+    let table = decoder.rope.table(0..n);
+    let mut rotated = keys.to_owned();
+    for (position, mut key) in rotated.rows_mut().into_iter().enumerate() {
+        table.rotate(key.as_slice_mut().unwrap(), position);
+    }
+    let ours = queries.scores(rotated.view(), n - 1);
+    let size = ours.iter().fold(0.0f64, |m, x| m.max(x.abs()));
+    for (j, ours) in ours.row(0).iter().enumerate() {
+        let theirs = answer["triattention"][j].as_f64().unwrap();
+        assert!((ours - theirs).abs() < 1e-4 * size, "key {j}: {ours} {theirs}");
+    }
 }
 
 /// Offsets at both ends of buckets, and beyond the last.

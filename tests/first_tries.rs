@@ -641,6 +641,8 @@ fn devices_are_in_the_help_of_commands_that_use_them() {
     let on_cpu = [
         "priors",
         "tail",
+        "doublesparsity",
+        "triattention",
         "pack",
         "inspect",
         "report",

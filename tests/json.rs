@@ -133,6 +133,8 @@ fn every_command_prints_what_the_page_says() {
         ("priors", ""),
         ("wpq", ""),
         ("tail", ""),
+        ("doublesparsity", ""),
+        ("triattention", ""),
     ] {
         compare(
             command,

@@ -95,6 +95,7 @@ fn moved_index(
             lines(2 * 32 * d + 8 * d * d, [0]) + lines(4 * 8, [0]) + lines(2, start..end)
         }
         "selfindex" => lines(d / 8, visible) + lines(16 * 4 * d, [0]),
+        "doublesparsity" => lines((d / 8).div_ceil(2) + 4, start..end) + lines(8 * (d / 8), [0]),
         _ => return None,
     })
 }
@@ -135,6 +136,8 @@ fn index_bytes(
         "selfindex" => seen * d / 8 + 16 * 4 * d,
         // Twice 8 groups of 16 words, the map of the query and both means; 4 bytes per candidate, and as many per refined one.
         "wpq" => 4 * (n + n.min(4 * chosen)) + (2 * 2 * 16 + 2 * d) * 8 * d.div_ceil(8) + 8 * d,
+        // Two codes per byte, a minimum and a step; and the numbers of the channels.
+        "doublesparsity" => n * ((d / 8).div_ceil(2) + 4) + 4 * (d / 8),
         _ => return None,
     })
 }
@@ -198,7 +201,7 @@ fn the_counters_are_those_of_the_trace() {
         let art = scratch.make(
             "art",
             &format!(
-                "calibrate --model {model} --tokens {texts} --size 8 --seq-len 60 --positions {}",
+                "calibrate --model {model} --tokens {texts} --size 8 --seq-len 60 --peers --positions {}",
                 sizes.positions
             ),
         );

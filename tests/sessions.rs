@@ -23,7 +23,7 @@ impl Model {
         all_golden().map(|dir| {
             let scratch = Scratch::new();
             let tokens = scratch.tokens("tokens.json", &documents(&[80, 60], 1));
-            let little = "--size 8 --iterations 1 --no-verdict";
+            let little = "--size 8 --iterations 1 --peers --no-verdict";
             let calibrate = format!("calibrate --model {} --tokens {tokens} {little}", dir.display());
             let out = scratch.make("art", &calibrate);
             Self {

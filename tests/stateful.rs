@@ -35,6 +35,7 @@ fn main() -> ExitCode {
     let others = trials![
         ctkvr_ranks_what_left_the_window_for_256_steps,
         ctkvr_recalls_everything_where_its_lists_hold_everything,
+        triattention_scores_again_after_128_positions,
         centring_the_keys_changes_no_attention,
         what_half_precision_cannot_hold_saturates,
         golden_merge_of_two_parts,
@@ -115,6 +116,26 @@ fn ctkvr_recalls_everything_where_its_lists_hold_everything() {
             40,
             "the oldest makes room for the newest"
         );
+    }
+}
+
+fn triattention_scores_again_after_128_positions() {
+    let mut rng = ChaCha8Rng::seed_from_u64(12);
+    // More steps than the window has positions are new at the end of a round, and sometimes more than the budget.
+    for (model_window, budget) in [(None, 60), (Some(190), 150), (None, 7)] {
+        let place = Place {
+            model_window,
+            ..place(3, 16, Budget::Count(budget))
+        };
+        let (program, model) = naive::triattention::make(&mut rng, &place);
+        let mut head = Head::new(rng.clone(), place, Center::Median, program, model);
+        head.prefill(100).unwrap();
+        (0..300).for_each(|_| head.step().unwrap());
+        assert_eq!((head.model.rounds, head.near_ties), (2, 0));
+        // A prompt is scored at once.
+        head.prefill(20).unwrap();
+        (0..130).for_each(|_| head.step().unwrap());
+        assert_eq!(head.model.rounds, 3);
     }
 }
 

@@ -15,6 +15,7 @@ mod cmd_dump;
 mod cmd_eval;
 mod cmd_eval_shares;
 mod cmd_inspect;
+mod cmd_peers;
 mod cmd_plan;
 mod cmd_priors;
 mod cmd_run;

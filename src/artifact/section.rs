@@ -53,6 +53,8 @@ pub struct Facts {
     pub cpu_only: bool,
     /// Whether the section knows only positions, or distances, within the blocks of the calibration.
     pub position_bound: bool,
+    /// Whether `calibrate` makes the section only if it is asked for the sections of peers.
+    pub on_request: bool,
 }
 
 /// The declaration of a section: everything that commands and files need to know of it.

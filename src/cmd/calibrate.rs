@@ -26,7 +26,6 @@ use crate::error::{Error, Kind, Result};
 use crate::flags::{parse_count, parse_positive_count};
 use crate::heap;
 use crate::method::a2ats::{self, LONGEST_CONTEXT};
-use crate::method::sections::SECTIONS;
 use crate::model::ModelConfig;
 use crate::progress::{COLUMNS, Log, wrapped};
 use crate::work::WorkFolder;
@@ -202,7 +201,6 @@ fn calibrate(args: &Args, global: &Global) -> Result<Made> {
     heap::return_large_allocations();
     let (log, settings) = (global.log(), &args.settings);
     let device = global.open_device(Workload::Model)?;
-    note_cpu_parts(device.as_ref(), log);
     let start = std::time::Instant::now();
     let inputs: Vec<&Path> = settings.input.files().chain([settings.model.as_path()]).collect();
     if let Some(work) = &args.work {
@@ -216,6 +214,7 @@ fn calibrate(args: &Args, global: &Global) -> Result<Made> {
     let kept = corpus.kept();
     let position = settings.rope.position(settings.wrope_position);
     let fits = settings.fits(&decoder.config, &corpus, &kept, global.seed, log)?;
+    note_cpu_parts(device.as_ref(), &fits, log);
     warn_of_unused(settings, &fits, global);
     let codewords = settings.codewords(&decoder.config, &kept);
     log.note(&format!(
@@ -320,11 +319,11 @@ fn without_verdict(e: Error, args: &Args) -> Error {
 }
 
 /// Notes which parts run on the CPU although there is a GPU.
-fn note_cpu_parts(device: &dyn Device, log: Log) {
+fn note_cpu_parts(device: &dyn Device, fits: &[Box<dyn Fit>], log: Log) {
     if device.adapter().is_none() {
         return;
     }
-    let sections = SECTIONS.iter().map(|kind| kind.facts());
+    let sections = fits.iter().map(|fit| fit.kind().facts());
     let stages = sections.filter(|facts| facts.cpu_only).map(|facts| facts.stage);
     let model = device.cuda().is_none().then_some("model");
     let parts = model.into_iter().chain(stages);

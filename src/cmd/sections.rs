@@ -3,7 +3,7 @@
 
 use std::path::{Path, PathBuf};
 
-use clap::{Arg, ArgMatches, Command, FromArgMatches, value_parser};
+use clap::{Arg, ArgAction, ArgMatches, Command, FromArgMatches, value_parser};
 use ndarray::Axis;
 use serde_json::json;
 
@@ -33,6 +33,8 @@ use crate::stats::moments::{LayerMoments, Position, QuerySums};
 const WROPE_POSITION: &str = "wrope-position";
 /// Name of the flag for the layers to fit.
 const LAYERS: &str = "layers";
+/// Name of the flag that asks for the sections that are made on request.
+const PEERS: &str = "peers";
 
 type ParseResult<T> = std::result::Result<T, clap::Error>;
 
@@ -47,13 +49,26 @@ pub struct SectionFlags {
 impl SectionFlags {
     /// Prepares the fit of every section that is wanted.
     pub fn fits(&self, input: &FitInput) -> Result<Vec<Box<dyn Fit>>> {
-        let wanted = SECTIONS.iter().filter(|kind| kind.is_wanted(&self.flags));
+        let asked = |kind: &dyn SectionKind| !kind.facts().on_request || self.flags.get_flag(PEERS);
+        let wanted = SECTIONS.iter().copied();
+        let wanted = wanted.filter(|kind| asked(*kind) && kind.is_wanted(&self.flags));
         wanted.map(|kind| kind.fit(&self.flags, input)).collect()
     }
 }
 
 impl clap::Args for SectionFlags {
     fn augment_args(command: Command) -> Command {
+        let named = SECTIONS.iter().map(|kind| kind.facts());
+        let named: Vec<&str> = named
+            .filter(|facts| facts.on_request)
+            .map(|facts| facts.name)
+            .collect();
+        let help = format!(
+            "Also make the sections of methods that are here to be compared with: {}",
+            named.join(", ")
+        );
+        let peers = Arg::new(PEERS).long(PEERS).action(ArgAction::SetTrue).help(help);
+        let command = command.arg(peers.help_heading("Sections on request"));
         SECTIONS.iter().fold(command, |command, kind| kind.flags(command))
     }
 

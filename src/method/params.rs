@@ -4,6 +4,7 @@ use clap::Command;
 
 use super::a2ats::params::A2atsParams;
 use super::ctkvr::params::CtkvrParams;
+use super::doublesparsity::params::DoubleSparsityParams;
 use super::lfps::params::LfpsParams;
 use super::pqcache::params::PqCacheParams;
 use super::quest::params::QuestParams;
@@ -25,6 +26,9 @@ pub struct MethodParams {
     /// See [`crate::method::ctkvr`].
     #[command(flatten)]
     pub ctkvr: CtkvrParams,
+    /// See [`crate::method::doublesparsity`].
+    #[command(flatten)]
+    pub doublesparsity: DoubleSparsityParams,
     /// See [`crate::method::quest`].
     #[command(flatten)]
     pub quest: QuestParams,
@@ -34,7 +38,7 @@ pub struct MethodParams {
 }
 
 /// Lists the methods that have flags of their own, each with the names of its flags.
-pub fn flags_of_methods() -> [(&'static str, Vec<String>); 6] {
+pub fn flags_of_methods() -> [(&'static str, Vec<String>); 7] {
     fn flags<P: clap::Args>() -> Vec<String> {
         let command = P::augment_args(Command::new("parameters"));
         let named = command.get_arguments().filter_map(|arg| arg.get_long());
@@ -45,6 +49,7 @@ pub fn flags_of_methods() -> [(&'static str, Vec<String>); 6] {
         ("selfindex", flags::<SelfIndexParams>()),
         ("lfps", flags::<LfpsParams>()),
         ("ctkvr", flags::<CtkvrParams>()),
+        ("doublesparsity", flags::<DoubleSparsityParams>()),
         ("quest", flags::<QuestParams>()),
         ("pqcache", flags::<PqCacheParams>()),
     ]

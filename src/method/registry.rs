@@ -8,8 +8,8 @@ use clap::builder::PossibleValue;
 use super::bench::Bench;
 use super::declaration::{Ask, Declaration};
 use super::{
-    Method, Place, Retriever, a2ats, ctkvr, full, h2o, lfps, pqcache, quest, random, randsign, selfindex,
-    snapkv, streaming, topk, wpq,
+    Method, Place, Retriever, a2ats, ctkvr, doublesparsity, full, h2o, lfps, pqcache, quest, random,
+    randsign, selfindex, snapkv, streaming, topk, triattention, wpq,
 };
 use crate::artifact::Artifact;
 use crate::error::Result;
@@ -30,6 +30,8 @@ pub static METHODS: &[MethodName] = &[
     MethodName(&lfps::METHOD),
     MethodName(&ctkvr::METHOD),
     MethodName(&wpq::METHOD),
+    MethodName(&doublesparsity::METHOD),
+    MethodName(&triattention::METHOD),
 ];
 
 /// Full attention, which also serves the steps and heads in which a method does not choose.

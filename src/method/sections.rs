@@ -1,11 +1,13 @@
 //! The sections of an artifact, one line each, in the order in which calibration makes them.
 
 use super::a2ats::A2atsSection;
+use super::doublesparsity::DoubleSparsitySection;
 use super::lfps::priors::LfpsSection;
 use super::selfindex::SignSection;
 use super::tail::TailSection;
+use super::triattention::TriAttentionSection;
 use super::wpq::WpqSection;
-use super::{a2ats, lfps, selfindex, tail, wpq};
+use super::{a2ats, doublesparsity, lfps, selfindex, tail, triattention, wpq};
 use crate::artifact::{HeadReport, SectionView, Sections};
 use crate::error::Result;
 
@@ -16,6 +18,8 @@ pub const SECTIONS: Sections = &[
     &LfpsSection,
     &WpqSection,
     &TailSection,
+    &DoubleSparsitySection,
+    &TriAttentionSection,
 ];
 
 /// Lists the heads that a section serves worst, for `inspect`; empty if no report has anything to say. It reads the
@@ -30,6 +34,8 @@ pub fn weak_heads(section: &SectionView, reports: &[HeadReport]) -> Result<Strin
         lfps::priors::SECTION => lfps::priors::weak_heads(reports),
         wpq::SECTION => wpq::weak_heads(reports),
         tail::SECTION => tail::weak_heads(reports),
+        doublesparsity::SECTION => doublesparsity::weak_heads(reports),
+        triattention::SECTION => triattention::weak_heads(reports),
         _ => Ok(String::new()),
     }
 }

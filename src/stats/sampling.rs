@@ -58,6 +58,12 @@ pub fn evenly(items: &[usize], most: usize) -> Vec<usize> {
     (0..m).map(|j| items[j * items.len() / m]).collect()
 }
 
+/// Returns the rows that take part in a fit, at most `most` of them, evenly spaced.
+pub fn kept_rows(kept: &[bool], most: usize) -> Vec<usize> {
+    let rows: Vec<usize> = (0..kept.len()).filter(|row| kept[*row]).collect();
+    evenly(&rows, most)
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -75,5 +81,6 @@ mod tests {
         assert_eq!(evenly(&items, 4), [10, 12, 15, 17]);
         assert_eq!(evenly(&items, 99), items);
         assert!(evenly(&[], 4).is_empty());
+        assert_eq!(kept_rows(&[true, false, true, true, true], 2), [0, 3]);
     }
 }

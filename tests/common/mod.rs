@@ -464,6 +464,24 @@ pub fn edit_tensors(model: &str, edit: impl FnOnce(&mut RawTensors)) {
     write_tensors(&path, &tensors);
 }
 
+/// Copies an artifact with other bytes at the end of a tensor, whose digest fits.
+pub fn with_values(art: &str, to: &str, tensor: &str, last: &[u8]) {
+    let mut bytes = std::fs::read(art).unwrap();
+    let (header, start) = header(&bytes);
+    let at = |i: usize| start + header[tensor]["data_offsets"][i].as_u64().unwrap() as usize;
+    let range = at(0)..at(1);
+    bytes[range.end - last.len()..range.end].copy_from_slice(last);
+    let digest: String = Sha256::digest(&bytes[range])
+        .iter()
+        .map(|b| format!("{b:02x}"))
+        .collect();
+    std::fs::write(to, bytes).unwrap();
+    let section = tensor.split('.').next().unwrap();
+    resealed(to, to, |manifest| {
+        manifest["sections"][section]["sha256"][tensor] = json!(digest)
+    });
+}
+
 /// Copies an artifact with an edited manifest and a matching digest.
 pub fn resealed(path: &str, to: &str, edit: impl FnOnce(&mut Value)) {
     let bytes = std::fs::read(path).unwrap();

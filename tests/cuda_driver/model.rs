@@ -30,7 +30,7 @@ pub fn write_artifact(driver: &Path, out: &Path) {
     static ARTIFACT: OnceLock<Vec<u8>> = OnceLock::new();
     let calibrate = || {
         let command = format!(
-            "calibrate --device cpu --model calib-data/model --text calib-data/text.txt --max-tokens 2048 \
+            "calibrate --peers --device cpu --model calib-data/model --text calib-data/text.txt --max-tokens 2048 \
              --uuid-tokens 0 --seq-len 512 --wrope-position 128 --size 32 --iterations 3 -o {}",
             out.display()
         );
@@ -99,7 +99,7 @@ pub fn run(driver: &Path) {
         };
         assert_eq!(cuda["index_bytes_read"], index, "{method}");
         assert_eq!(cuda["bytes_read"].is_null(), index.is_null(), "{method}");
-        let on_cpu = ["quest", "snapkv", "h2o"].contains(&method);
+        let on_cpu = ["quest", "snapkv", "h2o", "doublesparsity", "triattention"].contains(&method);
         assert_eq!(
             cuda["fallbacks"].as_array().unwrap().len(),
             usize::from(on_cpu),

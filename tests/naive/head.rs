@@ -37,7 +37,7 @@ pub struct Head<M: Model> {
     kv: KvHead,
     center: Center,
     pub program: M::Program,
-    model: M,
+    pub model: M,
     pub history: History,
     /// Positions and decode steps so far.
     len: usize,

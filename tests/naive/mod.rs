@@ -5,6 +5,7 @@
 pub mod a2ats;
 pub mod baselines;
 pub mod ctkvr;
+pub mod doublesparsity;
 pub mod head;
 pub mod inputs;
 pub mod lfps;
@@ -13,6 +14,7 @@ pub mod quantiser;
 pub mod randsign;
 pub mod selfindex;
 pub mod tail;
+pub mod triattention;
 pub mod wpq;
 
 use std::collections::{BTreeMap, BTreeSet};
@@ -38,6 +40,8 @@ const CHECKS: [(&str, fn()); 14] = [
     ("lfps", lfps::check),
     ("ctkvr", ctkvr::check),
     ("wpq", wpq::check),
+    ("doublesparsity", doublesparsity::check),
+    ("triattention", triattention::check),
 ];
 
 /// Checks a method against its naive model on random histories.

@@ -306,6 +306,7 @@ impl SectionKind for A2atsSection {
             reads_values: false,
             cpu_only: false,
             position_bound: false,
+            on_request: false,
         }
     }
 

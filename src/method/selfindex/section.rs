@@ -104,6 +104,7 @@ impl SectionKind for SignSection {
             reads_values: false,
             cpu_only: false,
             position_bound: false,
+            on_request: false,
         }
     }
 

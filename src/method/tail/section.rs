@@ -128,6 +128,7 @@ impl SectionKind for TailSection {
             reads_values: true,
             cpu_only: true,
             position_bound: false,
+            on_request: false,
         }
     }
 

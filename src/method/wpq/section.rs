@@ -217,6 +217,7 @@ impl SectionKind for WpqSection {
             reads_values: false,
             cpu_only: false,
             position_bound: true,
+            on_request: false,
         }
     }
 

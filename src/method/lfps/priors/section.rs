@@ -126,6 +126,7 @@ impl SectionKind for LfpsSection {
             reads_values: false,
             cpu_only: true,
             position_bound: true,
+            on_request: false,
         }
     }
 
