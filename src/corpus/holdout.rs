@@ -18,9 +18,9 @@ impl Corpus {
     }
 
     /// Holds out max(1, round(share x blocks)) blocks of the documents of a kind, but never all of them: blocks in a
-    /// random order, without those that would leave nothing of a large document. If too few blocks remain, the ends of
-    /// the latter are held out: altogether as many blocks as are missing. Of a single block, that share of the positions
-    /// is held out, the last ones. `documents` has the blocks of each document, in order.
+    /// random order, without those that would leave nothing of a large document. If too few blocks remain, the second
+    /// halves of the first blocks that were left out make up for them. Of a single block, that share of the positions is
+    /// held out, the last ones. `documents` has the blocks of each document, in order.
     pub(super) fn hold_out(&mut self, documents: &[Range<usize>], kind: u64, share: f64) {
         let (Some(first), Some(last)) = (documents.first(), documents.last()) else {
             return;
@@ -56,11 +56,8 @@ impl Corpus {
             missing -= 1;
             self.held_out.push((block, 0, self.block(block).len()));
         }
-        if missing > 0 {
-            let share = missing as f64 / refused.len() as f64;
-            for block in refused {
-                self.hold_out_end(block, (share * self.block(block).len() as f64).round() as usize);
-            }
+        for block in refused.into_iter().take(missing) {
+            self.hold_out_end(block, self.block(block).len() / 2);
         }
     }
 
@@ -200,14 +197,15 @@ mod tests {
         );
     }
 
-    /// Documents of one block each, all of them large: the ends of all blocks make up for the blocks that are missing.
+    /// Documents of one block each, all of them large: the second half of the drawn block is held out.
     #[test]
-    fn ends_are_held_out_where_every_block_is_a_document() {
-        let found = corpus(&[40, 40, 40, 20], 0, 40, 0.25, 3);
-        assert_eq!(
-            found.held_out,
-            [(0, 30, 40), (1, 30, 40), (2, 30, 40), (3, 15, 20)]
-        );
+    fn halves_are_held_out_where_every_block_is_a_document() {
+        let lengths = [40, 40, 40, 20];
+        for seed in 0..8 {
+            let found = corpus(&lengths, 0, 40, 0.25, seed);
+            let block = drawn(4, 0.25, seed)[0];
+            assert_eq!(found.held_out, [(block, lengths[block] / 2, lengths[block])]);
+        }
         // A small document can be held out as a whole.
         let mut lengths = vec![40; 10];
         lengths.push(4);

@@ -27,7 +27,7 @@ pub fn check() {
         (program, NaiveSelfIndex::new(center, source, calibrated))
     };
     let mut shared = 0;
-    cases(500, make, |model: &NaiveSelfIndex| shared += model.shared);
+    cases(650, make, |model: &NaiveSelfIndex| shared += model.shared);
     println!("{shared} steps that take full-precision tokens first");
     assert!(shared > 20, "{shared}");
 }

@@ -197,7 +197,7 @@ impl ShardPlan {
             super::counted(most(&self.tokens), "block"),
         );
         out += &format!(
-            "  layers   {}, each of at most {}: {}\n           ({} with --layers auto/{layers})\n",
+            "  layers   {}, each of at most {}: {}\n           ({},\n           each with --layers auto/{layers})\n",
             super::counted(layers, "part"),
             super::counted(most(&self.layers), "layer"),
             listed(&self.layers),
