@@ -439,7 +439,8 @@ fn questions_are_prefilled_on_request() {
     let line = |answer: &[u32]| json!({ "prompt_tokens": prompt, "question_tokens": question, "answer_tokens": answer });
     let joined = |answer: &[u32]| json!({ "prompt_tokens": ids, "answer_tokens": answer });
     let turns = |answer: &[u32]| json!({ "turns": [line(answer)] });
-    for form in [line, turns] {
+    let forms: [&dyn Fn(&[u32]) -> Value; 2] = [&line, &turns];
+    for form in forms {
         for (answer, prefilled, decoded) in [([exact], 1.0, 0.0), ([own], 0.0, 1.0)] {
             let (accuracy, json) = ask(&form(&answer), "--question prefill");
             assert_eq!((accuracy, &json["question"]), (prefilled, &json!("prefill")));
@@ -466,9 +467,9 @@ fn questions_are_prefilled_on_request() {
     let json = ask(&conversation, "--question prefill").1;
     let steps = |json: &Value| number(&rows(json)[0], "kv_read_fraction");
     assert!(steps(&json) < 1.0, "{json}");
-    let both = json!({ "turns": [joined(&[exact, second]), json!({
-        "prompt_tokens": [question, question].concat(), "answer_tokens": [exact],
-    })] });
+    let mut second_turn = joined(&[exact]);
+    second_turn["prompt_tokens"] = json!([question, question].concat());
+    let both = json!({ "turns": [joined(&[exact, second]), second_turn] });
     assert_eq!(json["rows"], ask(&both, "--decode-prompt 0").1["rows"]);
 
     let file = eval.scratch.write("one.jsonl", line(&[exact]).to_string());
