@@ -209,7 +209,8 @@ class Lab:
             words, path = self.part(text, first, most), self.out / f"{name}.{text}.txt"
             write(path, words)
             files.append(path)
-            layout.append((text, len(self.encode(words).ids)))
+            # With the special tokens that the program adds.
+            layout.append((text, len(self.tokenizer.encode(words).ids)))
         layout += [("uuid", uuids)] if uuids else []
         return Corpus(name, ["--text", *files, "--uuid-tokens", uuids, *options], files, layout)
 
