@@ -30,9 +30,13 @@ fn close(planned: &Value, taken: f64, what: &str) {
 fn disk_is_what_is_taken() {
     // Shapes of heads, codebooks and texts, of which each makes another term the largest.
     for (name, lengths, options) in [
-        ("llama_default", vec![900; 4], "--size 512"),
+        ("llama_default", vec![900; 4], "--size 512 --no-verdict"),
         ("llama_default", vec![150; 20], "--size 16 --wpq-bits none"),
-        ("qwen3_norm", vec![700; 6], "--size 1024 --seq-len 400"),
+        (
+            "qwen3_norm",
+            vec![700; 6],
+            "--size 1024 --seq-len 400 --no-verdict",
+        ),
         ("mistral_sliding", vec![2000; 2], "--size 64 --no-verdict"),
         ("qwen2_bias", vec![400; 9], "--size 256"),
     ] {

@@ -417,7 +417,7 @@ fn a_trained_model_agrees_too() {
     let dump = scratch.make("dump", &command);
     let out = scratch.make("out", &format!("priors --dump {dump}"));
     let dump = Dump::open(&[&dump]).unwrap();
-    check_all(&dump, &out, "bundled", usize::MAX);
+    check_all(&dump, &out, "bundled", 2);
     let priors = Priors::load(&Artifact::open(out.as_ref(), SECTIONS).unwrap()).unwrap();
     let heads: Vec<_> = (0..16).map(|i| priors.head(i / 4, i % 4)).collect();
     let alphas: BTreeSet<u32> = heads.iter().map(|h| (h.alpha * 100.0).round() as u32).collect();

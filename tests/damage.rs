@@ -1,5 +1,5 @@
 //! Files with flipped bits, truncated files and garbage: always an error or a clean success, never a panic and never a
-//! huge allocation.
+//! huge allocation. Of the bytes of an artifact's header one in four is damaged; KVSMITH_EVERY=1 damages all.
 
 use std::alloc::{GlobalAlloc, Layout, System};
 use std::path::Path;
@@ -71,7 +71,7 @@ fn every_damaged_artifact_is_refused() {
     let data = (header..bytes.len()).step_by(stride);
     assert!(data.len() >= 300);
     let last = bytes.len() - 1;
-    for at in (0..header).chain(data).chain([last]) {
+    for at in (0..header).step_by(one_in(4)).chain(data).chain([last]) {
         let mut damaged = bytes.clone();
         damaged[at] ^= 1 << rng.gen_range(0..8);
         refused(format!("a flipped bit at byte {at} of {header} + data"), &damaged);

@@ -97,7 +97,7 @@ fn everything_fits_into_80_columns() {
             "read",
         ),
         (
-            "bench attend --shapes 40/8x128 --context 2K --batch 2 --methods full,a2ats,selfindex --runs 1 --size 64 --device cpu",
+            "bench attend --shapes 40/8x128 --context 1K --batch 2 --methods full,a2ats,selfindex --runs 1 --size 64 --device cpu",
             "as full attention",
         ),
         (

@@ -65,6 +65,14 @@ pub fn kept(
     Ok(path)
 }
 
+/// Of this many cases of an exhaustive test one is tried, or of as many as KVSMITH_EVERY says: with 1, all are.
+pub fn one_in(usual: usize) -> usize {
+    match std::env::var("KVSMITH_EVERY") {
+        Ok(every) => every.parse().expect("KVSMITH_EVERY is a number"),
+        Err(_) => usual,
+    }
+}
+
 pub fn golden(name: &str) -> PathBuf {
     root().join("tests/fixtures/golden").join(name)
 }

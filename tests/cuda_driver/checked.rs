@@ -2,6 +2,7 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::{Path, PathBuf};
+use std::sync::OnceLock;
 
 use kvsmith::compute::cuda::kernels;
 use kvsmith::cuda::check::UNCHECKED;
@@ -35,18 +36,35 @@ fn stamps(cache: &Path) -> Vec<PathBuf> {
     found.map(|entry| entry.unwrap().path()).collect()
 }
 
-/// Lets `--device auto` use the stand-in: writes the stamp that `gpu-check` would, without its work.
-pub fn stamp(driver: &Path, cache: &Path) {
-    static STAMP: std::sync::OnceLock<(String, Vec<u8>)> = std::sync::OnceLock::new();
-    let (name, text) = STAMP.get_or_init(|| {
+/// A check that passed: its document, and the stamp's name and text.
+struct Passed {
+    document: Value,
+    name: String,
+    text: Vec<u8>,
+}
+
+/// Runs `gpu-check` once for all tests.
+fn passed(driver: &Path) -> &'static Passed {
+    static PASSED: OnceLock<Passed> = OnceLock::new();
+    PASSED.get_or_init(|| {
         let dir = tempfile::tempdir().unwrap();
-        run(driver, dir.path(), &[], &format!("gpu-check -q {ANY_TIME}")).ok();
-        let [file] = &stamps(dir.path())[..] else {
+        let cache = dir.path().join("a cache");
+        let document = run(driver, &cache, &[], &format!("gpu-check --json {ANY_TIME}")).json();
+        let [file] = &stamps(&cache)[..] else {
             panic!("one stamp");
         };
-        let name = file.file_name().unwrap().to_str().unwrap().to_owned();
-        (name, std::fs::read(file).unwrap())
-    });
+        assert_eq!(document["stamp"], file.display().to_string());
+        Passed {
+            document,
+            name: file.file_name().unwrap().to_str().unwrap().to_owned(),
+            text: std::fs::read(file).unwrap(),
+        }
+    })
+}
+
+/// Lets `--device auto` use the stand-in: writes the stamp that `gpu-check` would, without its work.
+pub fn stamp(driver: &Path, cache: &Path) {
+    let Passed { name, text, .. } = passed(driver);
     std::fs::create_dir_all(cache.join("kvsmith")).unwrap();
     std::fs::write(cache.join("kvsmith").join(name), text).unwrap();
 }
@@ -72,8 +90,7 @@ pub fn passes(driver: &Path) {
         "{said}"
     );
 
-    let outcome = run(driver, &cache, &[], &format!("gpu-check --json {ANY_TIME}"));
-    let document = outcome.json();
+    let document = &passed(driver).document;
     let keys = document.as_object().unwrap();
     check_documented(keys.keys().map(String::as_str));
     assert_eq!(document["passed"], true);
@@ -86,11 +103,11 @@ pub fn passes(driver: &Path) {
         assert!(worst <= 1.0 && area["cases"].as_u64() > Some(0), "{area}");
         assert!(area["results"].as_u64() > Some(5), "{area}");
     }
+
+    stamp(driver, &cache);
     let [file] = &stamps(&cache)[..] else {
         panic!("one stamp");
     };
-    assert_eq!(document["stamp"], file.display().to_string());
-
     let (device, said) = auto(driver, &cache, &[]);
     assert_eq!(device, "cuda");
     assert!(!said.contains("gpu-check"), "{said}");

@@ -9,7 +9,7 @@ use super::model::write_artifact;
 /// Positions of the caches: the rows of a layer are then whole pages of 2 MiB, to which a GPU rounds.
 const POSITIONS: usize = 1 << 16;
 /// Tokens of the prompt.
-const PROMPT: usize = 300;
+const PROMPT: usize = 120;
 
 /// What the program said, and what it did to the device's memory.
 struct Used {
