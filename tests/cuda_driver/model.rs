@@ -99,7 +99,16 @@ pub fn run(driver: &Path) {
         };
         assert_eq!(cuda["index_bytes_read"], index, "{method}");
         assert_eq!(cuda["bytes_read"].is_null(), index.is_null(), "{method}");
-        let on_cpu = ["quest", "snapkv", "h2o", "doublesparsity", "triattention"].contains(&method);
+        let on_cpu = [
+            "quest",
+            "pqcache",
+            "randsign",
+            "snapkv",
+            "h2o",
+            "doublesparsity",
+            "triattention",
+        ]
+        .contains(&method);
         assert_eq!(
             cuda["fallbacks"].as_array().unwrap().len(),
             usize::from(on_cpu),
