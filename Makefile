@@ -87,7 +87,7 @@ endif
 results-equal-time: real
 	$(REAL_PYTHON) benches/equal_time.py $(KVSMITH) $(REAL)
 
-results-code-store results-index-search: results-%: real
+results-code-store results-index-search: results-%: real $(REAL)/python/faiss
 	$(REAL_PYTHON) benches/$(subst -,_,$*).py $(KVSMITH) $(REAL)
 
 results-%: real
@@ -152,6 +152,11 @@ target/kubernetes/complete: scripts/python.sh scripts/cluster/requirements.txt
 # The Python that makes the real model.
 $(REAL)/python/complete: scripts/python.sh scripts/real-requirements.txt
 	@sh scripts/python.sh $(REAL)/python scripts/real-requirements.txt
+
+# k-means of two benchmarks.
+$(REAL)/python/faiss: $(REAL)/python/complete
+	$(REAL_PYTHON) -m pip install --quiet --disable-pip-version-check faiss-cpu==1.15.1
+	touch $@
 
 clean:
 	$(CARGO) clean

@@ -51,6 +51,21 @@ fn tables_are_of_the_committed_documents() {
     );
 }
 
+#[test]
+#[ignore = "needs Python with numpy and safetensors; `make test` makes one and runs this test"]
+fn scripts_pass_their_own_tests() {
+    let python = std::env::var("KVSMITH_PYTHON").expect("KVSMITH_PYTHON names a Python");
+    let tests = ["-B", "-m", "unittest", "discover", "-s", "scripts"];
+    let output = Command::new(python)
+        .current_dir(root())
+        .args(tests)
+        .output()
+        .unwrap();
+    let said = String::from_utf8_lossy(&output.stderr);
+    // A Python that finds no tests succeeds too.
+    assert!(output.status.success() && !said.contains("Ran 0 tests"), "{said}");
+}
+
 /// The speeds of README.md are those of docs/cpu.md.
 #[test]
 fn speeds_of_the_readme_are_measured() {
