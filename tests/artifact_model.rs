@@ -93,12 +93,6 @@ impl Files {
     }
 }
 
-/// The header of a safetensors file, and where its data start.
-fn header(bytes: &[u8]) -> (Value, usize) {
-    let end = 8 + u64::from_le_bytes(bytes[..8].try_into().unwrap()) as usize;
-    (serde_json::from_slice(&bytes[8..end]).unwrap(), end)
-}
-
 /// What every way to use an artifact must say of one that does not fit.
 #[track_caller]
 fn refused(files: &Files, artifact: &str, method: &str, culprit: &str) {

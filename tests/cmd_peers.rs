@@ -200,7 +200,7 @@ fn sections_that_no_fit_gives_are_refused() {
     let prompt = scratch.tokens("prompt.json", &documents(&[80], 5));
     let crafted = scratch.path("crafted");
     let model = checkpoint("llama_default");
-    let mut refused = |tensor: &str, value: &[u8], method: &str, culprit: &str| {
+    let refused = |tensor: &str, value: &[u8], method: &str, culprit: &str| {
         with_values(&artifact, &crafted, tensor, value);
         let run = format!(
             "run --model {model} --artifact {crafted} --tokens {prompt} --max-new 3 --method {method}"

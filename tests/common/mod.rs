@@ -472,6 +472,12 @@ pub fn edit_tensors(model: &str, edit: impl FnOnce(&mut RawTensors)) {
     write_tensors(&path, &tensors);
 }
 
+/// The header of a safetensors file, and where its data start.
+pub fn header(bytes: &[u8]) -> (Value, usize) {
+    let end = 8 + u64::from_le_bytes(bytes[..8].try_into().unwrap()) as usize;
+    (serde_json::from_slice(&bytes[8..end]).unwrap(), end)
+}
+
 /// Copies an artifact with other bytes at the end of a tensor, whose digest fits.
 pub fn with_values(art: &str, to: &str, tensor: &str, last: &[u8]) {
     let mut bytes = std::fs::read(art).unwrap();

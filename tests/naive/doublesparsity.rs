@@ -90,4 +90,11 @@ impl Model for NaiveDoubleSparsity {
         check_best(&ranked, &step.chosen(), step.budget)?;
         Ok(Agreement::Same)
     }
+
+    fn read(&self, history: &History) -> Option<Vec<Array>> {
+        let (step, count) = (history.step(), self.channels.len());
+        // Codes of half a byte, and minimum and step in half precision.
+        let labels = Array::items(count.div_ceil(2) + 4, step.candidates.clone());
+        Some(vec![labels, Array::held(4 * count, 8 * count)])
+    }
 }

@@ -25,7 +25,7 @@ use rand::Rng;
 use rand_chacha::ChaCha8Rng;
 
 /// The check of each method against its naive model; that of a new method belongs here.
-const CHECKS: [(&str, fn()); 14] = [
+const CHECKS: [(&str, fn()); 16] = [
     ("full", baselines::check_full),
     ("topk", baselines::check_topk),
     ("random", baselines::check_random),

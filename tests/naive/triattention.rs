@@ -34,6 +34,7 @@ pub fn make(rng: &mut ChaCha8Rng, place: &Place) -> (TriAttention, NaiveTriAtten
         abs: wide(&abs).chunks_exact(half).map(<[f64]>::to_vec).collect(),
         frequencies: wide(rope.frequencies()),
         rounds: 0,
+        order: Vec::new(),
     };
     (program, model)
 }
@@ -46,6 +47,8 @@ pub struct NaiveTriAttention {
     frequencies: Vec<f64>,
     /// Steps in which scores were computed again.
     pub rounds: usize,
+    /// The positions that were scored last, by falling score.
+    order: Vec<usize>,
 }
 
 impl NaiveTriAttention {
@@ -126,6 +129,9 @@ impl Model for NaiveTriAttention {
                 }
             }
         }
+        let mut order: Vec<(f64, usize)> = items.iter().map(|item| (item.score, item.position)).collect();
+        order.sort_by(|a, b| b.0.total_cmp(&a.0));
+        self.order = order.into_iter().map(|(_, position)| position).collect();
         items.retain(|item| step.candidates.contains(&item.position));
         // What was added since comes first, the last positions first.
         let new: Vec<usize> = step.candidates.clone().filter(|p| *p >= n).collect();
@@ -137,5 +143,23 @@ impl Model for NaiveTriAttention {
         let rest = chosen.difference(&new).copied().collect();
         check_best(&items, &rest, step.budget - new.len())?;
         Ok(Agreement::Same)
+    }
+
+    fn read(&self, history: &History) -> Option<Vec<Array>> {
+        let (step, (n, _)) = (history.step(), self.last_scored(history));
+        let new = step.candidates.clone().filter(|p| *p >= n).count();
+        let mut missing = step.budget - new.min(step.budget);
+        let numbers = self.order.iter().take_while(|position| {
+            let reads_on = missing > 0;
+            missing -= usize::from(reads_on && step.candidates.contains(position));
+            reads_on
+        });
+        let mut arrays = vec![Array::items(4, 0..numbers.count())];
+        if n == step.t + 1 {
+            // E q and E |q| of the pairs of every query head, in f64 where f32 counts.
+            let numbers = 3 * self.abs.len() * self.frequencies.len();
+            arrays.push(Array::held(4 * numbers, 8 * numbers));
+        }
+        Some(arrays)
     }
 }
