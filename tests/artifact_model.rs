@@ -370,7 +370,8 @@ fn sections_refuse_layers_that_say_nothing() {
                 _ => f32::INFINITY.to_le_bytes().to_vec(),
             };
             bytes[at..at + infinity.len()].copy_from_slice(&infinity);
-            if wide == 1 || spec.name.ends_with(".count") {
+            // Whole numbers.
+            if wide == 1 || spec.name.ends_with(".count") || spec.name.ends_with(".channels") {
                 started().add(part).unwrap();
                 continue;
             }

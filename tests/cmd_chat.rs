@@ -72,7 +72,7 @@ fn every_method_with_the_whole_budget_goes_on_exactly() {
         let scratch = Scratch::new();
         let model = checkpoint(name);
         let texts = scratch.tokens("texts.json", &documents(&[60, 60], 1));
-        let calibrate = format!("calibrate --model {model} --tokens {texts} --size 8");
+        let calibrate = format!("calibrate --model {model} --tokens {texts} --size 8 --no-verdict --peers");
         let artifact = scratch.make("art", &calibrate);
         for method in METHODS {
             let options = format!(

@@ -32,7 +32,7 @@ impl Model {
         let scratch = Scratch::new();
         let model = scratch.model("model", name);
         let texts = scratch.tokens("texts.json", &documents(&[80, 80], 1));
-        let calibrate = format!("calibrate --model {model} --tokens {texts} --size 8 --peers");
+        let calibrate = format!("calibrate --model {model} --tokens {texts} --size 8 --holdout 0 --peers");
         let artifact = scratch.make("art", &calibrate);
         let documents = documents(lengths, 2);
         let tokens = scratch.tokens("eval.json", &documents);

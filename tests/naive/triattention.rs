@@ -1,5 +1,6 @@
 //! TriAttention as a ranking: the series of the mean query, offset by offset.
 
+use std::collections::BTreeMap;
 use std::sync::Arc;
 
 use kvsmith::method::triattention::{MeanQueries, TriAttention};
@@ -129,8 +130,14 @@ impl Model for NaiveTriAttention {
                 }
             }
         }
-        let mut order: Vec<(f64, usize)> = items.iter().map(|item| (item.score, item.position)).collect();
-        order.sort_by(|a, b| b.0.total_cmp(&a.0));
+        // Equal keys have equal scores, of which the program finds the same bits.
+        let mut known = BTreeMap::new();
+        let mut order = Vec::new();
+        for item in &items {
+            let bits: Vec<u64> = keys[item.position].iter().map(|x| x.to_bits()).collect();
+            order.push((*known.entry(bits).or_insert(item.score), item.position));
+        }
+        order.sort_by(|a: &(f64, usize), b| b.0.total_cmp(&a.0));
         self.order = order.into_iter().map(|(_, position)| position).collect();
         items.retain(|item| step.candidates.contains(&item.position));
         // What was added since comes first, the last positions first.
