@@ -34,7 +34,7 @@ impl Model {
         let texts = scratch.tokens("texts.json", &documents(&[80, 80], 1));
         let calibrate = format!("calibrate --model {model} --tokens {texts} --size 8 --holdout 0 --peers");
         let artifact = scratch.make("art", &calibrate);
-        let documents = documents(lengths, 2);
+        let documents = documents(lengths, 9);
         let tokens = scratch.tokens("eval.json", &documents);
         Self {
             files: format!("--model {model} --artifact {artifact}"),

@@ -417,6 +417,9 @@ fn questions_are_fed_in_decode_steps() {
     );
 }
 
+/// Makes a line of a needle file from the ids of its question.
+type Form<'a> = &'a dyn Fn(&[u32]) -> Value;
+
 #[test]
 fn questions_are_prefilled_on_request() {
     let eval = Eval::new(&[]);
@@ -441,7 +444,7 @@ fn questions_are_prefilled_on_request() {
     let line = |answer: &[u32]| json!({ "prompt_tokens": prompt, "question_tokens": question, "answer_tokens": answer });
     let joined = |answer: &[u32]| json!({ "prompt_tokens": ids, "answer_tokens": answer });
     let turns = |answer: &[u32]| json!({ "turns": [line(answer)] });
-    let forms: [&dyn Fn(&[u32]) -> Value; 2] = [&line, &turns];
+    let forms: [Form; 2] = [&line, &turns];
     for form in forms {
         for (answer, prefilled, decoded) in [([exact], 1.0, 0.0), ([own], 0.0, 1.0)] {
             let (accuracy, json) = ask(&form(&answer), "--question prefill");

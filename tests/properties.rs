@@ -505,29 +505,27 @@ fn json_objects_are_written_in_key_order() {
 /// Retrieval on the states of the bundled model, in the four settings of the paper's ablation.
 #[test]
 fn retrieval_on_captured_states() {
-    let scratch = Scratch::new();
-    let data = root().join("calib-data").display().to_string();
-    let dump = scratch.make(
-        "dump",
-        &format!(
-            "dump --model {data}/model --text {data}/heldout.txt --max-tokens 3000 --uuid-tokens 600 --seq-len 512 \
-             --wrope-position 256 --queries --dtype f32"
-        ),
-    );
     for rope in ["windowed", "standard"] {
         for metric in ["query-aware", "plain"] {
-            let fit = format!("codebook --dump {dump} --size 64 --rope {rope} --metric {metric}");
-            retrieval(&scratch.make("section", &fit), rope, metric);
+            retrieval(rope, metric);
         }
     }
 }
 
 /// Step by step against f64: the codes by distance, the scores by value, the selection exactly.
-fn retrieval(section: &str, rope: &str, metric: &str) {
+fn retrieval(rope: &str, metric: &str) {
     let windowed = rope == "windowed";
+    let scratch = Scratch::new();
     let model = root().join("calib-data/model");
     let text = root().join("calib-data/heldout.txt");
-    let artifact = Artifact::open(Path::new(section), SECTIONS).unwrap();
+    let calibrate = format!(
+        "calibrate --model {} --text {} --max-tokens 3000 --uuid-tokens 600 --seq-len 512 --size 64 \
+         --wrope-position 256 --rope {rope} --metric {metric} --wpq-bits none --no-verdict",
+        model.display(),
+        text.display()
+    );
+    let out = scratch.make("art.safetensors", &calibrate);
+    let artifact = Artifact::open(Path::new(&out), SECTIONS).unwrap();
     let decoder = Decoder::open(&model).unwrap();
     let codebooks = Codebooks::load(&artifact, &decoder.rope).unwrap();
     let c = &decoder.config;

@@ -267,8 +267,10 @@ fn the_counters_are_those_of_the_trace() {
                 "{what}: {moved} of {bytes}"
             );
             assert_eq!(json["granule"], 64);
-            let keeps_nothing =
-                ["full", "random", "streaming", "snapkv", "topk"].contains(&method) || full == choices;
+            // triattention keeps scores in a step that makes them; these steps are too few for that.
+            let keeps_nothing = ["full", "random", "streaming", "snapkv", "topk", "triattention"]
+                .contains(&method)
+                || full == choices;
             let scratch = json["scratch_bytes_fraction"].as_f64().unwrap();
             assert_eq!(scratch == 0.0, keeps_nothing, "{what}: {scratch}");
             if known {

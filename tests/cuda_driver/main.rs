@@ -23,6 +23,9 @@ use kvsmith::method::a2ats;
 use kvsmith::method::sections::SECTIONS;
 use libtest_mimic::{Arguments, Trial};
 
+/// A test of a stand-in, given its folder.
+type Check = fn(&Path);
+
 /// What FAKE_CUDA breaks, and what the message must say.
 const REFUSALS: [(&str, &str); 5] = [
     ("no_device", "finds no NVIDIA GPU"),
@@ -105,7 +108,7 @@ fn main() -> ExitCode {
     if is_new {
         eprintln!("versions, before_overlaps: ignored, the kernels are those of a compiler of CUDA 13");
     }
-    let of_old_drivers: [(&str, fn(&Path)); 2] = [
+    let of_old_drivers: [(&str, Check); 2] = [
         ("versions", chips::versions),
         ("before_overlaps", chips::before_overlaps),
     ];

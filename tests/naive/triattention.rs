@@ -13,7 +13,7 @@ use crate::common::random::noise;
 /// Checks random histories with random mean queries.
 pub fn check() {
     let make = |rng: &mut ChaCha8Rng, place: &Place, _| make(rng, place);
-    cases::<NaiveTriAttention>(300, make, |_| ());
+    cases::<NaiveTriAttention>(200, make, |_| ());
 }
 
 /// Makes a head with random mean queries, and its model.
