@@ -36,7 +36,7 @@ impl NaiveRandSign {
     fn new(rotation: &RandomRotation, d: usize) -> Self {
         let run = (0..)
             .map(|i| 1 << i)
-            .take_while(|size| d % size == 0)
+            .take_while(|size| d.is_multiple_of(*size))
             .last()
             .unwrap();
         let sign = |i: usize| {
@@ -46,7 +46,8 @@ impl NaiveRandSign {
             if image[i / run * run] < 0.0 { -1.0 } else { 1.0 }
         };
         let signs: Vec<f64> = (0..d).map(sign).collect();
-        let entry = |i: usize, j: usize| match (i / run == j / run, (i % run & j % run).count_ones() % 2) {
+        let entry = |i: usize, j: usize| match (i / run == j / run, ((i % run) & (j % run)).count_ones() % 2)
+        {
             (false, _) => 0.0,
             (true, 0) => signs[i] / (run as f64).sqrt(),
             (true, _) => -signs[i] / (run as f64).sqrt(),
