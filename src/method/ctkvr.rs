@@ -102,7 +102,7 @@ impl Ctkvr {
     }
 
     /// Returns the number of centroids, C, for a cache of `n` positions: the requested number, reduced to stay within
-    /// [`MOST_BYTES`], but at least one.
+    /// `MOST_BYTES`, but at least one.
     pub fn capacity(&self, n: usize) -> usize {
         let (r, d) = (self.place.group, self.place.head_dim);
         let by_length = (n / TOKENS_PER_CENTROID)
