@@ -143,7 +143,7 @@ class Results(Lab):
         for row in document["rows"]:
             stem, own = Path(row.get("artifact", artifact)).stem, row.get("flags", "")
             stem = "" if stem == artifact.stem or stem in fitted else stem
-            keys = [(stem, own, row["method"]), (stem, own)]
+            keys = [(stem, own), (stem, own, row["method"])]
             named = [each for key in keys for each in wanted.get(key, ())]
             for form, words, at in named:
                 if row["reads_target"] in at:

@@ -28,7 +28,7 @@ def label(row):
     """Name the method and form of a row; a tuned row also says its options."""
     form = LABELS.get(row["form"], row["form"])
     if form == "tuned":
-        form = f"tuned: {row['options'] or 'defaults'}"
+        form = f"tuned: `{row['options']}`" if row["options"] else "tuned: defaults"
     return f"`{row['method']}`" + (f" ({form})" if form else "")
 
 
@@ -87,7 +87,7 @@ def missing_rows(document):
     return "".join(f"\nNot in this table: `{row['method']}`{' ' + row['form'] if row.get('form') else ''}, because {row['why']}.\n" for row in rows)
 
 
-def best_of_papers(document, share, tuned=True):
+def best_of_papers(document, share):
     """Return the row of the papers' methods, in any form, that loses least at a share of the bytes."""
     rows = [row for row in document["rows"] if row["method"] in PAPERS and row["share"] == share and "kl_by_block" in row]
     return min(rows, key=lambda row: row["kl"], default=None)
