@@ -191,7 +191,7 @@ def blocks(found):
     made = {"losses": None}
     if found["long"]:
         made["losses"] = "\n".join([loss_table(found), wrapped(f"{ratio_sentence(found)} {question_sentence(found)}", 140) + "\n"])
-    return made | {name: make(found) if found[name] else None for name, make in OTHERS.items()}
+    return made | {name: make(found[name]) if found[name] else None for name, make in OTHERS.items()}
 
 
 OTHERS = {"study-pays": tables.study_table, "study-domains": tables.study_table, "study-lengths": tables.study_table, "wpq-bits": tables.bits_table,

@@ -50,6 +50,8 @@ TASKS, TEXTS_PER_TASK = "single,multikey,multivalue", 134
 FITTED, FITS = ("a2ats", "lfps", "wpq"), 3
 # Forms of sections that are measured beside the defaults: the command that fits them, and their options.
 FORMS = {"buckets": ("codebook", "--positions buckets --size 1024"), "all directions": ("wpq", "--wpq-directions all"), "mean": ("wpq", "--wpq-center mean")}
+# The method of the section that a command fits.
+FITS_OF = {"codebook": "a2ats", "wpq": "wpq"}
 FINAL_TEXTS = ("prose", "source", "dialogue")
 USES = "final-uses"
 # What a row keeps of the rows of `eval`.
@@ -101,13 +103,13 @@ class Results(Lab):
         `source` gives the flags of `eval` for the text and the files that it depends on.
         """
         corpus, artifact = self.of(work)
-        # By the artifact's name and the flags: the form of a row, its options, and the shares at which it counts.
-        wanted = {("", ""): [("", "", shares)]}
+        # By the artifact's name, the flags and the method: the form of a row, its options, and the shares at which it counts.
+        wanted = {("", "", method): [("", "", shares)] for method in self.methods}
         artifacts, flags = {}, []
         for form, (command, words) in forms.items():
             path = self.form(corpus, command, words)
             artifacts[path.stem] = path
-            wanted[path.stem, ""] = [(form, words, shares)]
+            wanted[path.stem, "", FITS_OF[command]] = [(form, words, shares)]
         for words in also:
             if self.knows(words.split()[:1]) and self.knows(re.findall(r"--[\w-]+", words)):
                 method, own = words.split(" ", 1)
@@ -120,7 +122,7 @@ class Results(Lab):
             if case.section:
                 path = self.form(corpus, case.section[0], " ".join(case.section[1:]))
                 artifacts[path.stem] = path
-                key = path.stem, ""
+                key = path.stem, "", method
             elif case.flags:
                 if f"{method} {case.flags}" not in flags:
                     flags.append(f"{method} {case.flags}")
@@ -143,9 +145,7 @@ class Results(Lab):
         for row in document["rows"]:
             stem, own = Path(row.get("artifact", artifact)).stem, row.get("flags", "")
             stem = "" if stem == artifact.stem or stem in fitted else stem
-            keys = [(stem, own), (stem, own, row["method"])]
-            named = [each for key in keys for each in wanted.get(key, ())]
-            for form, words, at in named:
+            for form, words, at in wanted.get((stem, own, row["method"]), ()):
                 if row["reads_target"] in at:
                     rows.append(kept(row) | {"form": form, "options": words, "fit": fitted.get(Path(row.get("artifact", artifact)).stem, 0)})
         return {**conditions(document), "rows": over_fits(rows)}

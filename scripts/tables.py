@@ -64,7 +64,10 @@ def filled(head, rows):
 
 
 def budget_of(row):
+    """Return the budget of a row: that of each work or fit, or their range if there are more than two."""
     budgets = row["budget"] if isinstance(row["budget"], list) else [row["budget"]]
+    if len(budgets) > 2:
+        return f"{min(budgets):.4f} to {max(budgets):.4f}"
     return ", ".join(f"{budget:.4f}" for budget in budgets)
 
 

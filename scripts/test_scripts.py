@@ -10,6 +10,7 @@ import claims
 import documents
 import intervals
 import lab
+import render
 import results
 import study
 import sweep
@@ -156,6 +157,14 @@ class Pages(unittest.TestCase):
             documents.save("one", {"shares": (0.05, np.float64(0.1)), "rows": [{"kl": 1 / 3, "kl_by_block": [1e-9]}]}, Path(folder))
             self.assertEqual(documents.load("one", Path(folder)), {"shares": [0.05, 0.1], "rows": [{"kl": 0.3333333, "kl_by_block": [1e-9]}]})
             self.assertIsNone(documents.load("another", Path(folder)))
+
+    def test_a_table_of_a_page_is_of_its_own_document(self):
+        row = {"method": "wpq", "flags": "", "work": "python", "bytes_read_fraction": 0.1}
+        rows = [row | {"index": index, "kl": kl, "kl_by_block": [kl] * 20} for index, kl in (("calibrated", 0.25), ("random codewords", 0.5))]
+        found = {name: None for name in ["long", *render.OTHERS]} | {"study-pays": {"length": 3072, "rows": rows}}
+        made = render.blocks(found)
+        self.assertIn("| random codewords | 0.5000 (0.2500 to 0.2500), 10.0 % |", made["study-pays"].replace("|  |", "|"))
+        self.assertIsNone(made["study-domains"])
 
     def test_a_row_that_was_not_measured_says_why(self):
         document = {"rows": [{"method": "quest", "form": "", "share": 0.05, "budget": None, "least": 0.07}],
