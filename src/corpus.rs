@@ -40,6 +40,31 @@ pub struct CorpusOptions {
     pub seed: u64,
 }
 
+impl CorpusOptions {
+    /// Returns the most tokens per block for a model.
+    pub fn block_length(&self, config: &ModelConfig) -> usize {
+        self.seq_len.unwrap_or(config.max_position_embeddings.min(16_384))
+    }
+}
+
+/// How many tokens are wanted in addition to the calibration text.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct Beyond {
+    /// Tokens of text.
+    pub text: usize,
+    /// Tokens of random UUIDs.
+    pub uuids: usize,
+}
+
+/// Tokens in addition to the calibration text, which nothing is fitted to.
+#[derive(Clone, Debug, Default, PartialEq)]
+pub struct Reserve {
+    /// The text that follows the calibration text, where its files have more than it takes; its documents in a row.
+    pub text: Vec<u32>,
+    /// Other random UUIDs than those of the calibration text; none if it has none.
+    pub uuids: Vec<u32>,
+}
+
 /// The token ids of the calibration input in blocks; every block starts at position 0.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Corpus {
@@ -68,8 +93,22 @@ impl Corpus {
         source: &CorpusSource,
         options: &CorpusOptions,
     ) -> Result<Self> {
-        let longest = config.max_position_embeddings.min(16_384);
-        let seq_len = options.seq_len.unwrap_or(longest);
+        let none = Beyond::default();
+        Self::load_with_reserve(model_dir, config, source, options, none).map(|(corpus, _)| corpus)
+    }
+
+    /// Does what [`Corpus::load`] does, and also returns tokens beyond the text.
+    ///
+    /// # Errors
+    /// Those of [`Corpus::load`].
+    pub fn load_with_reserve(
+        model_dir: &Path,
+        config: &ModelConfig,
+        source: &CorpusSource,
+        options: &CorpusOptions,
+        beyond: Beyond,
+    ) -> Result<(Self, Reserve)> {
+        let seq_len = options.block_length(config);
         check(seq_len, options)?;
         if options.uuid_tokens > MAX_UUID_TOKENS {
             let what = format!(
@@ -78,15 +117,21 @@ impl Corpus {
             );
             return Err(Error::usage(what).hint("use a smaller number; a few tens of thousands are enough"));
         }
-        let (text, uuids) = match source {
-            CorpusSource::Tokens(path) => (read_tokens(path)?, Vec::new()),
+        let (text, uuids, reserve) = match source {
+            CorpusSource::Tokens(path) => (read_tokens(path)?, Vec::new(), Reserve::default()),
             CorpusSource::Text(files) => {
                 let tokenizer = Tokenizer::open(model_dir, config)?;
-                let text = files.tokenise(model_dir, &tokenizer, options.max_tokens)?;
-                (text, uuid_document(&tokenizer, options)?)
+                let (text, rest) = files.tokenise(model_dir, &tokenizer, options.max_tokens, beyond.text)?;
+                let uuids = |stream, count| uuid_document(&tokenizer, options.seed, stream, count);
+                let others = if options.uuid_tokens > 0 { beyond.uuids } else { 0 };
+                let reserve = Reserve {
+                    text: rest,
+                    uuids: uuids(RESERVE_STREAM, others)?,
+                };
+                (text, uuids(UUID_STREAM, options.uuid_tokens)?, reserve)
             }
         };
-        Self::cut(&text, uuids, seq_len, options)
+        Ok((Self::cut(&text, uuids, seq_len, options)?, reserve))
     }
 
     /// Cuts documents and UUIDs into blocks of at most `seq_len` tokens and draws the held-out ones.
@@ -254,6 +299,7 @@ const MAX_UUID_TOKENS: usize = 1 << 24;
 /// change the other. That of a kind's held-out blocks is `HOLD_OUT_STREAM` + the number of the kind.
 const UUID_STREAM: u64 = 1;
 const HOLD_OUT_STREAM: u64 = 2;
+const RESERVE_STREAM: u64 = 4;
 
 /// Reads a JSON array of arrays of token ids, one per document.
 pub fn read_tokens(path: &Path) -> Result<Vec<Vec<u32>>> {
@@ -264,19 +310,19 @@ pub fn read_tokens(path: &Path) -> Result<Vec<Vec<u32>>> {
     })
 }
 
-/// Draws random UUIDs, joins them with ", ", tokenises the text and cuts it to `uuid_tokens` tokens.
-fn uuid_document(tokenizer: &Tokenizer, options: &CorpusOptions) -> Result<Vec<u32>> {
-    if options.uuid_tokens == 0 {
+/// Draws random UUIDs, joins them with ", ", tokenises the text and cuts it to `tokens` tokens.
+fn uuid_document(tokenizer: &Tokenizer, seed: u64, stream: u64, tokens: usize) -> Result<Vec<u32>> {
+    if tokens == 0 {
         return Ok(Vec::new());
     }
-    let mut count = options.uuid_tokens / 8 + 16;
+    let mut count = tokens / 8 + 16;
     loop {
-        let mut rng = ChaCha8Rng::seed_from_u64(options.seed);
-        rng.set_stream(UUID_STREAM);
+        let mut rng = ChaCha8Rng::seed_from_u64(seed);
+        rng.set_stream(stream);
         let uuids = (0..count).map(|_| uuid::Builder::from_random_bytes(rng.r#gen()).into_uuid());
         let text = uuids.map(|uuid| uuid.to_string()).collect::<Vec<_>>().join(", ");
-        let ids = tokenizer.encode_prefix(&text, options.uuid_tokens)?;
-        if ids.len() == options.uuid_tokens {
+        let ids = tokenizer.encode_prefix(&text, tokens)?;
+        if ids.len() == tokens {
             return Ok(ids);
         }
         if ids.len() < count {

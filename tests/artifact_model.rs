@@ -42,7 +42,7 @@ impl Files {
 
     fn calibrate(&self) -> String {
         let Self { model, texts, .. } = self;
-        let calibrate = format!("calibrate --model {model} --tokens {texts} --size 8 --peers");
+        let calibrate = format!("calibrate --model {model} --tokens {texts} --size 8 --peers --no-verdict");
         self.scratch.make("art", &calibrate)
     }
 
@@ -150,8 +150,9 @@ fn only_codebooks_without_buckets_have_a_gpu_index() {
     let Files { model, texts, .. } = &files;
     let decoder = Decoder::open(model.as_ref()).unwrap();
     for (positions, expected) in [("window", true), ("buckets", false)] {
-        let calibrate =
-            format!("calibrate --model {model} --tokens {texts} --size 8 --positions {positions}");
+        let calibrate = format!(
+            "calibrate --model {model} --tokens {texts} --size 8 --positions {positions} --no-verdict"
+        );
         let art = files.scratch.make(positions, &calibrate);
         let artifact = Artifact::open(art.as_ref(), SECTIONS).unwrap();
         let ask = Ask {

@@ -218,7 +218,7 @@ fn product_quantisers_of_earlier_versions() {
     let tokens = scratch.tokens("tokens.json", &documents(&[300], 1));
     let art = scratch.make(
         "art",
-        &format!("calibrate --model {model} --tokens {tokens} --size 8"),
+        &format!("calibrate --model {model} --tokens {tokens} --size 8 --no-verdict"),
     );
     let old = scratch.path("old");
     resealed(&art, &old, |manifest| {
@@ -284,7 +284,10 @@ fn the_ablation_by_hand() {
         let moments = make("moments", format!("moments --dump {dump} --rope {rope}"));
         for metric in ["query-aware", "plain"] {
             let fit = format!("--size 9 --metric {metric}");
-            let direct = make("direct", format!("calibrate {input} --rope {rope} {fit}"));
+            let direct = make(
+                "direct",
+                format!("calibrate {input} --rope {rope} {fit} --no-verdict"),
+            );
             let section = make(
                 "section",
                 format!("codebook --dump {dump} --moments {moments} {fit}"),

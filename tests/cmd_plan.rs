@@ -357,21 +357,22 @@ fn shards_take_what_arithmetic_by_hand_says() {
             program + 10 * n + 3 * 1_048_576 + tail + a2ats_of_range,
         );
 
-        // pack writes and checks the artifact; the verdict reads it and passes the text twice, and writes it with 8
-        // methods at 3 shares.
-        let judged = packed + 24 * (60 + layers * 8 * 25);
+        // pack writes and checks the artifact; the verdict reads it and runs the model once for the budgets, twice for
+        // the texts and three times for the questions. It writes 8 methods at 3 shares: means, intervals, means on
+        // three other kinds and lengths of text, answers.
+        let judged = packed + 24 * (60 + 110 + 3 * 140 + 90 + layers * 8 * 25);
         check(join, "written_bytes", packed + judged);
         check(
             join,
             "read_bytes",
-            2 * packed + packed + 2 * pass + 9 * n + judged,
+            2 * packed + packed + 6 * pass + 9 * n + judged,
         );
         check(join, "mapped_bytes", layer);
-        // 31 blocks of text and one of UUIDs, with 64 steps of 24 variants each.
-        let (ends, steps) = (32 * 16_384, 24 * 64);
+        // Together, 12 blocks of text and 8 of UUIDs, and one of full length of each, with 16 steps of 24 variants each.
+        let (ends, steps) = (20 * 2048 + 2 * 16_384, 24 * 16);
         // On each of two threads, a head has its queries three times, and keys, values, caches and indices as eight.
         let on_threads = 2 * (3 * group + 8) * 16_384 * 512;
-        let verdict = (ends + 32 * steps) * hidden * 4 + steps * 2 * (q + kv) * 4 + attends + on_threads;
+        let verdict = (ends + 22 * steps) * hidden * 4 + steps * 2 * (q + kv) * 4 + attends + on_threads;
         check(join, "memory_bytes", program + results.max(kept + verdict));
         check(
             shards,

@@ -1,4 +1,4 @@
-//! `verdict`: equal to what `eval` measures on the held-out text, and how `run` and `inspect` use it.
+//! `verdict`: equal to what `eval` measures on the same text, what it recommends, and how `run` and `inspect` use it.
 
 use std::path::Path;
 
@@ -174,6 +174,196 @@ fn a_run_takes_what_is_recommended() {
         kvsmith(&format!("inspect {plain} --json")).json()["methods"],
         Value::Null
     );
+}
+
+/// The bundled model on text beyond the calibration's: 20 blocks of text, 8 of UUIDs, and intervals.
+fn with_text_beyond(options: &str) -> (Scratch, String, String, Outcome) {
+    let scratch = Scratch::new();
+    let root = root();
+    let at = |path: &str| root.join(path).display().to_string();
+    let input = format!(
+        "--model {} --text {} --max-tokens 600 --uuid-tokens 100 --seq-len 150",
+        at("calib-data/model"),
+        at("calib-data/text.txt")
+    );
+    let verdict = format!("--verdict-tokens 3000 --verdict-steps 4 {options}");
+    let out = scratch.path("art");
+    let fit = "--size 16 --iterations 2 --wrope-position 60";
+    let made = kvsmith(&format!("calibrate {input} {fit} {verdict} -o {out}")).ok();
+    let chain = format!("{input} {verdict}");
+    let plain = scratch.make("plain", &format!("calibrate {input} {fit} --no-verdict"));
+    let by_hand = scratch.make("by-hand", &format!("verdict {plain} {chain}"));
+    assert!(
+        std::fs::read(&out).unwrap() == std::fs::read(&by_hand).unwrap(),
+        "the verdict by hand differs"
+    );
+    (scratch, out, input, made)
+}
+
+#[test]
+fn it_is_measured_on_text_beyond_the_calibration() {
+    let (scratch, art, input, made) =
+        with_text_beyond("--verdict-reads 0.8,0.95 --verdict-methods wpq,topk,selfindex");
+    let verdict = verdict_of(&art);
+    let texts = serde_json::to_value(&verdict.texts).unwrap();
+    assert_eq!(
+        texts,
+        json!([
+            { "kind": "text", "length": 150, "blocks": 20, "beyond": 20, "steps": 80 },
+            { "kind": "uuid", "length": 150, "blocks": 8, "beyond": 8, "steps": 32 },
+        ])
+    );
+    assert_eq!((verdict.blocks, verdict.steps), (20, 80));
+    assert_eq!(verdict.lengths(), [150]);
+    // Nothing but the tokens after the calibration's: those of a longer text are the same.
+    let model = root().join("calib-data/model").display().to_string();
+    let text = root().join("calib-data/text.txt").display().to_string();
+    let dump = scratch.make(
+        "dump",
+        &format!("dump --model {model} --text {text} --max-tokens 3600 --uuid-tokens 0 --seq-len 150"),
+    );
+    let ids = read_tensors(format!("{dump}/tokens.safetensors"))["ids"].u32s();
+    let blocks: Vec<Vec<u32>> = ids[600..].chunks(150).map(<[u32]>::to_vec).collect();
+    assert_eq!(blocks.len(), 20);
+    let blocks = scratch.tokens("blocks.json", &blocks);
+    for row in &verdict.rows {
+        let of = row.measured.as_ref().expect("measured");
+        let intervals = of.intervals.expect("20 blocks have an interval");
+        assert!(of.dropped_after.is_none());
+        assert!(
+            intervals.kl[0] < of.kl && of.kl < intervals.kl[1],
+            "{} {intervals:?}",
+            row.method
+        );
+        assert_eq!(of.others.len(), 1);
+        let eval = kvsmith(&format!(
+            "eval --model {model} --artifact {art} --tokens {blocks} --seq-len 150 --decode 4 --kv bf16 --methods {} \
+             --budgets {} --json",
+            row.method, of.budget
+        ))
+        .json();
+        let theirs = &eval["rows"][0];
+        for (key, own) in [
+            ("kl", of.kl),
+            ("kl_p99", of.kl_p99),
+            ("top1_equal", of.top1_equal),
+        ] {
+            let value = theirs[key].as_f64().unwrap();
+            // As in `it_is_what_eval_measures`.
+            assert!(
+                (value - own).abs() <= 5e-4 * value.abs() + 1e-6,
+                "{} {key} {own}, by eval {value}",
+                row.method
+            );
+        }
+        // Resampled from the same blocks with the same seed.
+        for (i, own) in intervals.kl.iter().enumerate() {
+            let value = theirs["intervals"]["kl"][i].as_f64().unwrap();
+            assert!(
+                (value - own).abs() <= 1e-3 * value.abs() + 1e-6,
+                "{} {own}, by eval {value}",
+                row.method
+            );
+        }
+    }
+    // Blocks of 150 tokens are too short for questions.
+    assert!(verdict.probe.is_none());
+    let why = verdict.not_probed.clone().expect("a reason");
+    assert!(why.contains("too short"), "{why}");
+    assert!(
+        made.stderr.contains("recommended: ") && made.stderr.contains("not probed"),
+        "{}",
+        made.stderr
+    );
+    assert!(!made.stderr.contains("a guess"), "{}", made.stderr);
+    let shown = kvsmith(&format!("inspect {art}")).ok().stdout;
+    assert!(shown.contains("measured at lengths of 150 tokens"), "{shown}");
+    assert!(
+        shown.contains("means on 8 blocks of 150 tokens of UUIDs, 32 steps"),
+        "{shown}"
+    );
+
+    // `run` follows the recommendation, and warns beyond the lengths that were measured.
+    let warning = "measured on at most 150";
+    for (length, warns) in [(100, false), (149, true)] {
+        let prompt = scratch.tokens("prompt.json", &documents(&[length], 5));
+        let run = kvsmith(&format!(
+            "run --model {model} --artifact {art} --tokens {prompt} --max-new 2 --ignore-eos --json"
+        ))
+        .ok();
+        assert!(
+            run.stderr.contains("as recommended by the artifact"),
+            "{}",
+            run.stderr
+        );
+        assert_eq!(run.stderr.contains(warning), warns, "{}", run.stderr);
+        let own = kvsmith(&format!(
+            "run --model {model} --artifact {art} --tokens {prompt} --max-new 2 --ignore-eos --method wpq --budget 0.5"
+        ))
+        .ok();
+        assert!(!own.stderr.contains(warning), "{}", own.stderr);
+    }
+
+    // Another length of the text is another text.
+    let out = scratch.path("other");
+    let other = input.replace("--max-tokens 600", "--max-tokens 450");
+    kvsmith(&format!("verdict {art} {other} -o {out}")).fails(1, "another text", "--max-tokens");
+
+    // The bytes depend neither on the number of threads nor on the verdict that was there.
+    let again = "--verdict-tokens 3000 --verdict-steps 4 --verdict-reads 0.8,0.95 --verdict-methods wpq,topk,selfindex";
+    let one = scratch.make("one", &format!("verdict {art} {input} {again} --threads 1"));
+    assert!(
+        std::fs::read(&art).unwrap() == std::fs::read(&one).unwrap(),
+        "one thread"
+    );
+}
+
+/// Rows that lose more than three times the limit after 8 blocks are not measured further, and that is said.
+#[test]
+fn rows_that_lose_too_much_are_dropped() {
+    let (_scratch, art, _, made) =
+        with_text_beyond("--verdict-reads 0.8 --verdict-methods wpq,streaming --verdict-kl 0.000001");
+    let verdict = verdict_of(&art);
+    for row in &verdict.rows {
+        let of = row.measured.as_ref().expect("measured");
+        assert!(of.kl > 3e-6, "{} {}", row.method, of.kl);
+        assert_eq!(of.dropped_after, Some(8));
+        assert!(of.intervals.is_none() && of.others.is_empty() && of.probe.is_none());
+    }
+    assert!(made.stderr.contains("dropped after 8 blocks"), "{}", made.stderr);
+    assert!(!made.stderr.contains("recommended"), "{}", made.stderr);
+    assert!(verdict.usual().is_none());
+    let shown = kvsmith(&format!("inspect {art}")).ok().stdout;
+    assert!(shown.contains("dropped"), "{shown}");
+}
+
+/// With few blocks there are no intervals: the recommendation is a guess, and everything says so.
+#[test]
+fn a_recommendation_from_little_text_is_a_guess() {
+    let scratch = Scratch::new();
+    let model = checkpoint("llama_default");
+    let tokens = scratch.tokens("tokens.json", &documents(&[200, 200], 1));
+    let out = scratch.path("art");
+    let made = kvsmith(&format!(
+        "calibrate --model {model} --tokens {tokens} --seq-len 100 --size 4 --verdict-reads 0.95 --verdict-methods lfps -o {out}"
+    ))
+    .ok();
+    assert!(
+        made.stderr.contains("a guess, from 1 block of text"),
+        "{}",
+        made.stderr
+    );
+    assert!(made.stderr.contains("not probed"), "{}", made.stderr);
+    let verdict = verdict_of(&out);
+    assert!(verdict.is_guess() && verdict.not_probed.is_some());
+    let shown = kvsmith(&format!("inspect {out}")).ok().stdout;
+    assert!(shown.contains("a guess, from 1 block of text"), "{shown}");
+    let prompt = scratch.tokens("prompt.json", &documents(&[40], 5));
+    let run = kvsmith(&format!(
+        "run --model {model} --artifact {out} --tokens {prompt} --max-new 2"
+    ))
+    .ok();
+    assert!(run.stderr.contains("a guess"), "{}", run.stderr);
 }
 
 #[test]

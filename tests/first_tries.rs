@@ -493,10 +493,11 @@ fn what_does_nothing_is_said() {
         ["--page has no effect here: it applies to method quest only"]
     );
     assert_eq!(
-        eval("--methods full --budgets 0.1 --window 16 --decode-prompt 4"),
+        eval("--methods full --budgets 0.1 --window 16 --decode-prompt 4 --question decode"),
         [
             "--budgets has no effect here: full attention reads everything",
             "--decode-prompt has no effect without --needles",
+            "--question has no effect without --needles",
         ]
     );
 

@@ -33,6 +33,7 @@ fn script() -> String {
         ("--uuid-tokens 8K", "--uuid-tokens 1K"),
         ("--max-tokens 8K", "--max-tokens 4K"),
         ("--context 32K", "--context 4K"),
+        ("--work work", "--work work --verdict-tokens 4K"),
     ] {
         assert!(blocks.contains(much), "{much}");
         blocks = blocks.replace(much, little);

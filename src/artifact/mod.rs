@@ -21,7 +21,10 @@ pub use section::{
     Sections,
 };
 pub use table::{Column, HeadReport, share, table, worst_heads};
-pub use verdict::{HeadLosses, Measured, MethodLoss, USUAL_KL, Verdict};
+pub use verdict::{
+    Answered, HeadLosses, Intervals, Limits, Measured, MeasuredProbe, MeasuredTexts, MethodLoss, OtherLosses,
+    USUAL_KL, Verdict,
+};
 pub use write::{pack, write, write_judged, write_with_verdict};
 
 /// Shortens a digest for messages.

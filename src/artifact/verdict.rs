@@ -1,20 +1,19 @@
-//! The verdict of an artifact: what each method lost on the held-out text, at several shares of the bytes.
+//! The verdict of an artifact: what each method lost on text that nothing was fitted to, at several shares of the bytes.
 
 use serde::{Deserialize, Serialize};
 
 use crate::error::{Error, Result};
 use crate::model::Sizes;
 
-/// A run without `--method` and `--budget` uses the smallest share of the bytes at which a method's mean KL divergence is
-/// at most this, in nats, and there the method with the smallest divergence; if none is within it, the smallest of all.
+/// The loss that is recommended unless the verdict has a limit of its own: mean KL divergence, in nats.
 pub const USUAL_KL: f64 = 0.03;
 
-/// What methods lost on held-out text: `quality.methods`.
+/// What methods lost on text that nothing was fitted to: `quality.methods`.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Verdict {
-    /// Held-out blocks.
+    /// Blocks of text.
     pub blocks: usize,
-    /// Decode steps, over all blocks.
+    /// Decode steps, over all blocks of text.
     pub steps: usize,
     /// First positions that every step read.
     pub sinks: usize,
@@ -22,8 +21,59 @@ pub struct Verdict {
     pub window: usize,
     /// Type of the cache, as a value of `--kv`.
     pub kv: String,
+    /// All texts, the blocks of text first; empty in files of earlier versions.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub texts: Vec<MeasuredTexts>,
+    /// The limits of the recommendation; `None` in files of earlier versions.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub limits: Option<Limits>,
+    /// The retrieval probe; `None` if the methods were not probed.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub probe: Option<MeasuredProbe>,
+    /// Why they were not probed.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub not_probed: Option<String>,
     /// The losses per method and share of the bytes.
     pub rows: Vec<MethodLoss>,
+}
+
+/// Texts of one kind and length on which methods were measured.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct MeasuredTexts {
+    /// `text` or `uuid`.
+    pub kind: String,
+    /// Tokens of the longest.
+    pub length: usize,
+    /// How many.
+    pub blocks: usize,
+    /// How many of them lie beyond the calibration text; the others were held out from it.
+    pub beyond: usize,
+    /// Decode steps, over all of them.
+    pub steps: usize,
+}
+
+/// What a recommended method may lose: the upper ends of the intervals are compared with these limits.
+#[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
+pub struct Limits {
+    /// Mean KL divergence on the blocks of text, in nats.
+    pub kl: f64,
+    /// Points of the probe below full attention.
+    pub points: f64,
+}
+
+/// The questions that methods were asked.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct MeasuredProbe {
+    /// `facts` that were hidden in the text, or `copies` of its passages.
+    pub kind: String,
+    /// Tokens of the longest text with its questions.
+    pub length: usize,
+    /// Number of texts.
+    pub texts: usize,
+    /// Number of questions.
+    pub questions: usize,
+    /// The share of the questions that full attention answers.
+    pub full_accuracy: f64,
 }
 
 /// What one method lost at one share of the bytes.
@@ -70,6 +120,66 @@ pub struct Measured {
     pub index_bits_per_token: f64,
     /// Recall, mass and output error of each KV head.
     pub heads: HeadLosses,
+    /// The blocks of text after which the row was dropped, because it had lost more than three times the limit;
+    /// everything else is of these blocks. `None` if it was not dropped.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub dropped_after: Option<usize>,
+    /// Intervals over the blocks of text; `None` with fewer than 20 blocks.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub intervals: Option<Intervals>,
+    /// Means on the other texts, in their order.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub others: Vec<OtherLosses>,
+    /// The answers to the probe; `None` if it was not asked.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub probe: Option<Answered>,
+}
+
+/// The 95 % intervals of losses, by the bootstrap over blocks of text; all rows use the same resamples.
+#[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
+pub struct Intervals {
+    /// See [`Measured::kl`].
+    pub kl: [f64; 2],
+    /// See [`Measured::kl_p99`].
+    pub kl_p99: [f64; 2],
+    /// See [`Measured::top1_equal`].
+    pub top1_equal: [f64; 2],
+}
+
+/// Means over the steps of other texts than the blocks of text, with the budget found on the latter.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct OtherLosses {
+    /// `text` or `uuid`.
+    pub kind: String,
+    /// Tokens of the longest text.
+    pub length: usize,
+    /// The share of the bytes that was read.
+    pub bytes_read_fraction: f64,
+    /// See [`Measured::kl`].
+    pub kl: f64,
+    /// See [`Measured::kl_p99`].
+    pub kl_p99: f64,
+    /// See [`Measured::top1_equal`].
+    pub top1_equal: f64,
+}
+
+/// What a method answered of the probe.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct Answered {
+    /// Share of the questions that were answered.
+    pub accuracy: f64,
+    /// Points below full attention: per cent of the questions.
+    pub points_below: f64,
+    /// The 95 % interval of these points, by the bootstrap over texts.
+    pub interval: [f64; 2],
+}
+
+impl Measured {
+    /// Returns the loss that a limit is compared with: the upper end of the interval of the mean KL divergence, or the
+    /// mean if there is no interval.
+    pub fn most_kl(&self) -> f64 {
+        self.intervals.map_or(self.kl, |of| of.kl[1])
+    }
 }
 
 /// Means over all steps per layer and KV head.
@@ -88,6 +198,7 @@ impl Verdict {
     pub(super) fn check(&self, sizes: Sizes) -> Result<()> {
         let share = |x: f64| (0.0..=1.0 + 1e-6).contains(&x);
         let loss = |x: f64| x.is_finite() && x >= 0.0;
+        let ordered = |of: &[f64; 2]| of[0] <= of[1];
         let heads = |of: &[Vec<f64>], is_right: &dyn Fn(f64) -> bool| {
             of.len() == sizes.n_layers
                 && of.iter().all(|layer| layer.len() == sizes.n_kv_heads)
@@ -104,42 +215,85 @@ impl Verdict {
                 && heads(&m.heads.recall, &share)
                 && heads(&m.heads.mass, &share)
                 && heads(&m.heads.output_error, &loss)
+                && m.dropped_after.is_none_or(|blocks| blocks <= self.blocks)
+                && m.intervals.is_none_or(|of| {
+                    let all = [of.kl, of.kl_p99, of.top1_equal];
+                    all.iter().flatten().all(|x| loss(*x)) && all.iter().all(ordered)
+                })
+                && m.others.iter().all(|of| {
+                    let losses = [of.kl, of.kl_p99, of.bytes_read_fraction];
+                    losses.into_iter().all(loss) && share(of.top1_equal)
+                })
+                && m.probe.as_ref().is_none_or(|of| {
+                    let points = [of.points_below, of.interval[0], of.interval[1]];
+                    share(of.accuracy) && points.iter().all(|x| x.abs() <= 100.0) && ordered(&of.interval)
+                })
         };
         let row = |row: &MethodLoss| {
             share(row.reads_target)
                 && loss(row.bytes_read_fraction)
                 && row.measured.as_ref().is_none_or(measured)
         };
-        match self.rows.iter().all(row) {
+        let is_right = self.rows.iter().all(row)
+            && self.limits.is_none_or(|of| loss(of.kl) && loss(of.points))
+            && self.probe.as_ref().is_none_or(|of| share(of.full_accuracy));
+        match is_right {
             true => Ok(()),
             false => Err(Error::failed("`quality.methods` contains an invalid value")),
         }
     }
 
-    /// Lists the rows with measurements, without oracles.
+    /// Lists the rows that can be recommended: those with measurements that were not dropped, without oracles.
     fn choices(&self) -> impl Iterator<Item = (&MethodLoss, &Measured)> {
         let rows = self.rows.iter().filter(|row| !row.oracle);
-        rows.filter_map(|row| Some((row, row.measured.as_ref()?)))
+        let measured = rows.filter_map(|row| Some((row, row.measured.as_ref()?)));
+        measured.filter(|(_, of)| of.dropped_after.is_none())
     }
 
-    /// Returns, of the rows with at most this mean divergence (in nats), the row with the smallest divergence at the
-    /// smallest target of bytes read.
+    /// Returns the limit of the loss for which a row is recommended, in nats.
+    pub fn limit(&self) -> f64 {
+        self.limits.map_or(USUAL_KL, |of| of.kl)
+    }
+
+    /// Tells whether a row loses at most `kl` nats, and of the probe at most what the limits allow; in both cases, the
+    /// upper end of the interval counts.
+    fn is_within(&self, of: &Measured, kl: f64) -> bool {
+        let most = self.limits.map_or(f64::INFINITY, |of| of.points);
+        let probed = of.probe.as_ref().map_or(f64::INFINITY, |of| of.interval[1]);
+        of.most_kl() <= kl && (self.probe.is_none() || probed <= most)
+    }
+
+    /// Returns, of the rows that lose at most this (in nats; see [`Measured::most_kl`]) and pass the probe, the row with
+    /// the smallest mean divergence at the smallest target of bytes read.
     ///
     /// Rows of one target count as equally expensive: a method that reads a little less of the bytes than another is not
     /// worth a multiple of the loss.
     pub fn within(&self, kl: f64) -> Option<(&MethodLoss, &Measured)> {
-        let enough = self.choices().filter(|(_, of)| of.kl <= kl);
+        let enough = self.choices().filter(|(_, of)| self.is_within(of, kl));
         enough.min_by(|(a, x), (b, y)| {
             let target = a.reads_target.total_cmp(&b.reads_target);
             target.then(x.kl.total_cmp(&y.kl))
         })
     }
 
-    /// Returns the row that a run without `--method` and `--budget` follows: the one within [`USUAL_KL`], otherwise the
+    /// Returns the row that a run without `--method` and `--budget` follows: the one within the limits, otherwise the
     /// row with the smallest divergence.
     pub fn usual(&self) -> Option<(&MethodLoss, &Measured)> {
         let least = || self.choices().min_by(|(_, x), (_, y)| x.kl.total_cmp(&y.kl));
-        self.within(USUAL_KL).or_else(least)
+        self.within(self.limit()).or_else(least)
+    }
+
+    /// Tells whether the text was too short for intervals, so that a recommendation is a guess.
+    pub fn is_guess(&self) -> bool {
+        self.choices().all(|(_, of)| of.intervals.is_none())
+    }
+
+    /// Lists the lengths of the texts, ascending; none in files of earlier versions.
+    pub fn lengths(&self) -> Vec<usize> {
+        let mut lengths: Vec<usize> = self.texts.iter().map(|of| of.length).collect();
+        lengths.sort_unstable();
+        lengths.dedup();
+        lengths
     }
 }
 
@@ -170,6 +324,10 @@ mod tests {
                     mass: heads(),
                     output_error: heads(),
                 },
+                dropped_after: None,
+                intervals: None,
+                others: Vec::new(),
+                probe: None,
             }),
         }
     }
@@ -181,8 +339,131 @@ mod tests {
             sinks: 4,
             window: 64,
             kv: "bf16".to_owned(),
+            texts: Vec::new(),
+            limits: None,
+            probe: None,
+            not_probed: None,
             rows,
         }
+    }
+
+    /// A row whose KL is at most 1.5 times its mean, and which is this many points below full attention, at most twice as
+    /// many.
+    fn bounded(method: &str, read: f64, kl: f64, points: f64) -> MethodLoss {
+        let mut row = row(method, read, kl);
+        let measured = row.measured.as_mut().expect("measured");
+        measured.intervals = Some(Intervals {
+            kl: [0.5 * kl, 1.5 * kl],
+            kl_p99: [0.0, 1.0],
+            top1_equal: [0.9, 1.0],
+        });
+        measured.probe = Some(Answered {
+            accuracy: 0.6,
+            points_below: points,
+            interval: [-1.0, 2.0 * points],
+        });
+        row
+    }
+
+    /// A verdict with limits, and with a probe.
+    fn probed(rows: Vec<MethodLoss>) -> Verdict {
+        Verdict {
+            blocks: 20,
+            limits: Some(Limits {
+                kl: 0.03,
+                points: 5.0,
+            }),
+            probe: Some(MeasuredProbe {
+                kind: "facts".to_owned(),
+                length: 2048,
+                texts: 20,
+                questions: 160,
+                full_accuracy: 0.7,
+            }),
+            ..verdict(rows)
+        }
+    }
+
+    /// Not the means but the upper ends count, of the KL and of the probe; a dropped row is never recommended.
+    #[test]
+    fn upper_ends_are_compared_with_the_limits() {
+        let name = |found: Option<(&MethodLoss, &Measured)>| found.map(|(row, _)| row.method.clone());
+        let mut dropped = bounded("ctkvr", 0.05, 0.01, 1.0);
+        dropped.measured.as_mut().expect("measured").dropped_after = Some(8);
+        let rows = vec![
+            dropped,
+            bounded("topk", 0.05, 0.001, 0.0),
+            bounded("lfps", 0.05, 0.025, 1.0),
+            bounded("selfindex", 0.05, 0.01, 3.0),
+            bounded("wpq", 0.1, 0.018, 1.0),
+            bounded("a2ats", 0.2, 0.001, 0.0),
+        ];
+        let with = probed(rows);
+        assert!(!with.is_guess());
+        assert_eq!(name(with.usual()).as_deref(), Some("wpq"));
+        assert_eq!(name(with.within(0.04)).as_deref(), Some("lfps"));
+        assert_eq!(name(with.within(0.01)).as_deref(), Some("a2ats"));
+        // Without a probe, selfindex stays.
+        let mut without = with.clone();
+        without.probe = None;
+        assert_eq!(name(without.usual()).as_deref(), Some("selfindex"));
+        // A row that was not asked is not within the limits.
+        let mut unasked = with.clone();
+        unasked.rows[4].measured.as_mut().expect("measured").probe = None;
+        assert_eq!(name(unasked.usual()).as_deref(), Some("a2ats"));
+        // A limit of its own.
+        let mut own = with.clone();
+        own.limits = Some(Limits {
+            kl: 0.02,
+            points: 6.0,
+        });
+        assert_eq!(name(own.usual()).as_deref(), Some("selfindex"));
+        // Nothing is within the limits: the smallest divergence, but not the dropped one or the bound.
+        let poor = probed(vec![
+            with.rows[0].clone(),
+            with.rows[1].clone(),
+            bounded("lfps", 0.2, 0.5, 0.0),
+            bounded("wpq", 0.2, 0.4, 0.0),
+        ]);
+        assert_eq!(name(poor.usual()).as_deref(), Some("wpq"));
+        assert!(verdict(vec![row("wpq", 0.1, 0.02)]).is_guess());
+        assert!(with.check(SIZES).is_ok());
+    }
+
+    #[test]
+    fn intervals_and_answers_are_checked() {
+        let bad = |change: fn(&mut Measured)| {
+            let mut row = bounded("wpq", 0.1, 0.02, 1.0);
+            change(row.measured.as_mut().expect("measured"));
+            probed(vec![row]).check(SIZES).is_err()
+        };
+        assert!(!bad(|_| ()));
+        assert!(bad(|m| m.intervals.as_mut().expect("intervals").kl = [0.2, 0.1]));
+        assert!(bad(
+            |m| m.intervals.as_mut().expect("intervals").kl_p99 = [0.1, f64::INFINITY]
+        ));
+        assert!(bad(|m| m.probe.as_mut().expect("probe").accuracy = 1.5));
+        assert!(bad(|m| m.probe.as_mut().expect("probe").interval = [-101.0, 0.0]));
+        assert!(bad(|m| m.dropped_after = Some(21)));
+        let mut of = probed(vec![bounded("wpq", 0.1, 0.02, 1.0)]);
+        of.limits = Some(Limits {
+            kl: -0.1,
+            points: 5.0,
+        });
+        assert!(of.check(SIZES).is_err());
+    }
+
+    /// The keys of earlier versions alone.
+    #[test]
+    fn a_verdict_of_an_earlier_version_is_read() {
+        let old = verdict(vec![row("wpq", 0.1, 0.02), row("a2ats", 0.2, 0.001)]);
+        let json = serde_json::to_value(&old).expect("JSON");
+        let keys = |of: &serde_json::Value| of.as_object().map_or(0, serde_json::Map::len);
+        assert_eq!((keys(&json), keys(&json["rows"][0])), (6, 14));
+        let read: Verdict = serde_json::from_value(json).expect("a verdict");
+        assert_eq!(read, old);
+        assert!(read.is_guess() && read.lengths().is_empty());
+        assert_eq!(read.usual().map(|(row, _)| row.method.as_str()), Some("wpq"));
     }
 
     const SIZES: Sizes = Sizes {

@@ -15,12 +15,12 @@ use self::plan::{JudgedRows, query_rows};
 use self::stages::Stages;
 use super::sections::SectionFlags;
 use super::verdict::{self, Judging, VerdictFlags};
-use super::{check_wrope_position, finish, layers_on, load_corpus, model_manifest, open_model, output};
+use super::{check_wrope_position, finish, layers_on, load_texts, model_manifest, open_model, output};
 use crate::artifact::{self, Fit, FitInput, Section};
 use crate::cmd::args::{Global, Input, RopeKind, model_folder};
 use crate::compute::Workload;
 use crate::compute::device::Device;
-use crate::corpus::{Corpus, Origin};
+use crate::corpus::{Corpus, Origin, Reserve};
 use crate::disk::Output;
 use crate::error::{Error, Kind, Result};
 use crate::flags::{parse_count, parse_positive_count};
@@ -28,6 +28,7 @@ use crate::heap;
 use crate::method::a2ats::{self, LONGEST_CONTEXT};
 use crate::model::ModelConfig;
 use crate::progress::{COLUMNS, Log, wrapped};
+use crate::runner::verdict::{Material, Wanted};
 use crate::work::WorkFolder;
 
 /// Arguments of `calibrate`.
@@ -69,7 +70,7 @@ pub struct Settings {
     /// become longer by it (default: the model's context, at most 32768)
     #[arg(help_heading = "Section a2ats", long, value_name = "N", value_parser = parse_positive_count)]
     pub context: Option<usize>,
-    /// Do not measure the methods on the held-out text; the artifact then contains no recommendation
+    /// Do not measure what the methods lose; the artifact then contains no recommendation
     #[arg(help_heading = "Verdict", long)]
     pub no_verdict: bool,
     /// The text.
@@ -144,16 +145,21 @@ impl Settings {
         )
     }
 
+    /// Returns how many texts the verdict wants; `None` without a verdict.
+    pub fn wanted(&self) -> Option<Wanted> {
+        (!self.no_verdict).then(|| self.verdict.wanted())
+    }
+
+    /// Collects the texts of the verdict; `None` if there is none.
+    pub fn material(&self, text: &Corpus, reserve: &Reserve) -> Option<Material> {
+        let wanted = !self.no_verdict;
+        wanted.then(|| self.verdict.material(text, reserve)).flatten()
+    }
+
     /// Counts what the verdict will decode.
-    pub fn judged_rows(&self, fits: &[Box<dyn Fit>], text: &Corpus) -> JudgedRows {
-        let variants = match self.no_verdict || text.held_out.is_empty() {
-            true => 0,
-            false => self.verdict.budgets(fits.len()),
-        };
-        JudgedRows {
-            variants,
-            steps: self.verdict.steps(),
-        }
+    pub fn judged_rows(&self, fits: &[Box<dyn Fit>], material: Option<&Material>) -> JudgedRows {
+        let rows = |material| JudgedRows::of(material, self.verdict.budgets(fits.len()));
+        material.map(rows).unwrap_or_default()
     }
 }
 
@@ -210,7 +216,9 @@ fn calibrate(args: &Args, global: &Global) -> Result<Made> {
     let output = output::create(args.output(), &inputs, global)?;
     let decoder = open_model(&settings.model, log)?;
     check_wrope_position(settings.wrope_position, &decoder.config, global);
-    let corpus = load_corpus(&settings.model, &decoder.config, &settings.input, global)?;
+    let wanted = settings.wanted();
+    let (corpus, reserve) = load_texts(&settings.model, &decoder.config, &settings.input, wanted, global)?;
+    let material = settings.material(&corpus, &reserve);
     let kept = corpus.kept();
     let position = settings.rope.position(settings.wrope_position);
     let fits = settings.fits(&decoder.config, &corpus, &kept, global.seed, log)?;
@@ -241,21 +249,25 @@ fn calibrate(args: &Args, global: &Global) -> Result<Made> {
         fits,
         log,
     };
-    calibration.plan(&sections, settings.judged_rows(&calibration.fits, &corpus))?;
+    calibration.plan(
+        &sections,
+        &settings.judged_rows(&calibration.fits, material.as_ref()),
+    )?;
     let layers = layers_on(device.as_ref(), &decoder, global)?;
     let mut stages = calibration.run(layers.as_ref(), work.as_ref(), &mut sections)?;
     drop(layers);
     let fitted = start.elapsed().as_secs_f64();
-    let judging = Judging {
-        flags: &settings.verdict,
-        global,
-        device: device.as_ref(),
-        decoder: &decoder,
-        corpus: &corpus,
-    };
-    let judged = match settings.no_verdict || corpus.held_out.is_empty() || sections.is_empty() {
-        true => artifact::write(output, origin, sections).map(|()| None)?,
-        false => {
+    let judged = match material.filter(|_| !sections.is_empty()) {
+        None => artifact::write(output, origin, sections).map(|()| None)?,
+        Some(material) => {
+            let judging = Judging {
+                flags: &settings.verdict,
+                global,
+                device: device.as_ref(),
+                decoder: &decoder,
+                folder: &settings.model,
+                material: &material,
+            };
             let mut judged = None;
             let draft = Output::create(args.output())?;
             artifact::write_judged(output, draft, origin, sections, &mut |artifact| {

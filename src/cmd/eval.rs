@@ -161,8 +161,13 @@ impl Args {
                 ));
             }
         }
-        if self.needles.is_none() && given("decode-prompt") {
-            log.warn("--decode-prompt has no effect without --needles");
+        if self.needles.is_none() {
+            for flag in ["decode-prompt", "question"]
+                .into_iter()
+                .filter(|flag| given(flag))
+            {
+                log.warn(&format!("--{flag} has no effect without --needles"));
+            }
         }
         self.text.warn_of_field(log);
     }

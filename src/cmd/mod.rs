@@ -34,7 +34,7 @@ use crate::artifact::short;
 use crate::compute::cpu::Cpu;
 use crate::compute::cuda::driver::Driver;
 use crate::compute::device::Device;
-use crate::corpus::Corpus;
+use crate::corpus::{Corpus, Reserve};
 use crate::cuda::LayerSizes;
 use crate::cuda::layers::CudaLayers;
 use crate::cuda::room::{Extent, Source};
@@ -44,6 +44,7 @@ use crate::float::Float;
 use crate::model::forward::{CpuForward, CpuLayers, Forward, Layers};
 use crate::model::{Decoder, ModelConfig, ModelManifest};
 use crate::progress::{Log, harmless, size};
+use crate::runner::verdict::Wanted;
 use args::{Global, Input};
 
 /// The version of the documents of `--json`; within a version, members may be added, but none changes its meaning.
@@ -161,9 +162,25 @@ fn model_manifest(decoder: &Decoder, log: Log) -> Result<ModelManifest> {
 
 /// Reads the calibration input and logs its length.
 fn load_corpus(dir: &Path, config: &ModelConfig, input: &Input, global: &Global) -> Result<Corpus> {
+    load_texts(dir, config, input, None, global).map(|(corpus, _)| corpus)
+}
+
+/// Reads the calibration input and what a verdict wants beyond it, and logs the length of the former.
+fn load_texts(
+    dir: &Path,
+    config: &ModelConfig,
+    input: &Input,
+    wanted: Option<Wanted>,
+    global: &Global,
+) -> Result<(Corpus, Reserve)> {
     let log = global.log();
     input.text.warn_of_field(log);
-    let corpus = Corpus::load(dir, config, &input.source(), &input.options(global.seed))?;
+    let options = input.options(global.seed);
+    let beyond = wanted.map(|wanted| wanted.beyond(options.block_length(config)));
+    let (corpus, reserve) =
+        Corpus::load_with_reserve(dir, config, &input.source(), &options, beyond.unwrap_or_default())?;
+    config.check_ids(&reserve.text)?;
+    config.check_ids(&reserve.uuids)?;
     config.check_ids(&corpus.ids)?;
     let held_out = corpus.n_held_out();
     log.note(&format!(
@@ -194,7 +211,7 @@ fn load_corpus(dir: &Path, config: &ModelConfig, input: &Input, global: &Global)
             config.max_position_embeddings
         ));
     }
-    Ok(corpus)
+    Ok((corpus, reserve))
 }
 
 /// Warns if the query moments are taken at a relative position outside the model's context; the default is only noted.

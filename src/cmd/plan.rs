@@ -11,13 +11,13 @@ use serde_json::json;
 
 use super::args::Global;
 use super::calibrate::Settings;
-use super::calibrate::plan::MemoryPlan;
+use super::calibrate::plan::{JudgedRows, MemoryPlan};
 use super::calibrate::stages::Stages;
-use super::{check_wrope_position, load_corpus, merge, print, print_json};
+use super::{check_wrope_position, load_texts, merge, print, print_json};
 use crate::artifact::{Fit, Section};
 use crate::cmd::bench::free_bytes;
 use crate::compute::Workload;
-use crate::corpus::Corpus;
+use crate::corpus::{Corpus, Reserve};
 use crate::dump::{self, DumpOptions};
 use crate::error::Result;
 use crate::float::Float;
@@ -57,7 +57,8 @@ fn plan(settings: &Settings, probe: bool, shards: Option<&ShardFlags>, global: &
     let device = global.open_device(Workload::Fits)?;
     let config = ModelConfig::load(&settings.model)?;
     check_wrope_position(settings.wrope_position, &config, global);
-    let corpus = corpus(settings, &config, global)?;
+    let (corpus, reserve) = texts(settings, &config, global)?;
+    let material = settings.material(&corpus, &reserve);
     let kept = corpus.kept();
     let fits = settings.fits(&config, &corpus, &kept, global.seed, log)?;
     let section = |fit: &dyn Fit| Section::new(fit, config.sizes(), device.as_ref());
@@ -65,9 +66,9 @@ fn plan(settings: &Settings, probe: bool, shards: Option<&ShardFlags>, global: &
     let sections: Vec<Section> = sections.collect::<Result<_>>()?;
     let codewords = settings.codewords(&config, &kept);
     let weights = Weights::of(&config, &settings.model);
-    let judged = settings.judged_rows(&fits, &corpus);
-    let memory = MemoryPlan::new(&config, &corpus, device.as_ref(), &fits, &sections, judged);
-    let disk = Disk::of(&config, &corpus, memory.results, judged.variants);
+    let judged = settings.judged_rows(&fits, material.as_ref());
+    let memory = MemoryPlan::new(&config, &corpus, device.as_ref(), &fits, &sections, &judged);
+    let disk = Disk::of(&config, &corpus, memory.results, &judged);
     if probe && device.cuda().is_some() {
         log.note(
             "the forward pass of the model is timed on the CPU, although calibration runs it on the device",
@@ -77,7 +78,7 @@ fn plan(settings: &Settings, probe: bool, shards: Option<&ShardFlags>, global: &
         true => {
             let mut settings = settings.clone();
             settings.sections.codewords = Some(codewords);
-            Some(probe::times(&settings, &config, &corpus, &fits, global)?)
+            Some(probe::times(&settings, &config, &corpus, &fits, &judged, global)?)
         }
         false => None,
     };
@@ -91,9 +92,10 @@ fn plan(settings: &Settings, probe: bool, shards: Option<&ShardFlags>, global: &
         memory: &memory,
         weights: &weights,
         artifacts: [
-            Some(Disk::of(&config, &corpus, memory.results, 0).artifact),
+            Some(Disk::of(&config, &corpus, memory.results, &JudgedRows::default()).artifact),
             (judged.variants > 0).then_some(disk.artifact),
         ],
+        judged: &judged,
         times: times.as_ref(),
     };
     let shards = shards.map(|flags| ShardPlan::of(flags, &job));
@@ -183,18 +185,32 @@ fn counted(n: usize, what: &str) -> String {
     format!("{n} {what}{}", if n == 1 { "" } else { "s" })
 }
 
-/// Reads the text; without text, makes a stand-in of the lengths that the flags give.
-fn corpus(settings: &Settings, config: &ModelConfig, global: &Global) -> Result<Corpus> {
+/// Reads the text, and what the verdict wants beyond it; without text, makes a stand-in of the lengths that the flags
+/// give.
+fn texts(settings: &Settings, config: &ModelConfig, global: &Global) -> Result<(Corpus, Reserve)> {
     if settings.input.is_given() {
-        return load_corpus(&settings.model, config, &settings.input, global);
+        return load_texts(
+            &settings.model,
+            config,
+            &settings.input,
+            settings.wanted(),
+            global,
+        );
     }
-    let mut options = settings.input.options(global.seed);
-    let seq_len = *options
-        .seq_len
-        .get_or_insert(config.max_position_embeddings.min(16_384));
+    let options = settings.input.options(global.seed);
+    let seq_len = options.block_length(config);
     let text = vec![vec![0; options.max_tokens.min(1 << 28)]];
     let uuids = vec![0; options.uuid_tokens.min(1 << 28)];
-    Corpus::cut(&text, uuids, seq_len, &options)
+    let beyond = settings
+        .wanted()
+        .map(|wanted| wanted.beyond(seq_len))
+        .unwrap_or_default();
+    let has_uuids = options.uuid_tokens > 0;
+    let reserve = Reserve {
+        text: vec![0; beyond.text.min(1 << 28)],
+        uuids: vec![0; if has_uuids { beyond.uuids.min(1 << 28) } else { 0 }],
+    };
+    Ok((Corpus::cut(&text, uuids, seq_len, &options)?, reserve))
 }
 
 /// The sizes of the weights.
@@ -250,11 +266,11 @@ struct Disk {
 }
 
 /// Bytes of parts of the manifest: the fixed part, the report of a KV head, the report of a query head, and what a
-/// method loses with one budget, in total and per head.
-const MANIFEST: [usize; 5] = [6500, 800, 450, 60, 25];
+/// method loses with one budget per head.
+const MANIFEST: [usize; 4] = [6500, 800, 450, 25];
 
 impl Disk {
-    fn of(config: &ModelConfig, corpus: &Corpus, results: usize, budgets: usize) -> Self {
+    fn of(config: &ModelConfig, corpus: &Corpus, results: usize, judged: &JudgedRows) -> Self {
         let sizes = config.sizes();
         let n = corpus.n_tokens();
         let hidden = n * config.hidden_size * size_of::<f32>();
@@ -267,11 +283,11 @@ impl Disk {
         let layer = store::total_bytes(&dump::layer_specs(sizes, n, &options));
         // Three sums of squares per head, in f64.
         let moments = 3 * 8 * sizes.n_layers * sizes.n_kv_heads * sizes.head_dim.pow(2);
-        let [fixed, kv_head, query_head, budget, head_budget] = MANIFEST;
+        let [fixed, kv_head, query_head, head_budget] = MANIFEST;
         let kv_heads = sizes.n_layers * sizes.n_kv_heads;
         let query_heads = sizes.n_layers * sizes.n_heads;
         let reports = fixed + kv_heads * kv_head + query_heads * query_head;
-        let artifact = results + reports + budgets * (budget + kv_heads * head_budget);
+        let artifact = results + reports + judged.variants * (judged.row_bytes + kv_heads * head_budget);
         Self {
             artifact,
             // The new hidden states are complete before the old ones are removed.

@@ -139,6 +139,8 @@ struct Choice {
     method: MethodName,
     tail: bool,
     budget: Budget,
+    /// The length of the longest text that the recommendation was measured on, if it was followed and says so.
+    measured: Option<usize>,
 }
 
 impl Choice {
@@ -155,23 +157,28 @@ impl Choice {
                 ))
                 .hint("give --method, or use the version of kvsmith that made the artifact")
             })?;
+            let loss = match &of.intervals {
+                Some(interval) => format!("KL {:.4}, at most {:.4}", of.kl, interval.kl[1]),
+                None => format!("KL {:.4}, a guess", of.kl),
+            };
             log.note(&format!(
-                "method: {} with budget {}, as recommended by the artifact (reads {:.1} % of the bytes in bf16, KL {:.4}); use --method and --budget to choose others",
+                "method: {} with budget {}, as recommended by the artifact (reads {:.1} % of the bytes in bf16, {loss}); use --method and --budget to choose others",
                 row.method,
                 of.budget,
                 100.0 * row.bytes_read_fraction,
-                of.kl
             ));
             return Ok(Self {
                 method: named.method,
                 tail: tail || named.tail,
                 budget: Budget::Fraction(of.budget),
+                measured: verdict.and_then(|verdict| verdict.lengths().last().copied()),
             });
         }
         Ok(Self {
             method: args.method.unwrap_or_else(|| default_method(artifact)),
             tail,
             budget: args.budget.unwrap_or(BUDGET),
+            measured: None,
         })
     }
 }

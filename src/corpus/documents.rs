@@ -45,8 +45,8 @@ enum Document {
 }
 
 impl TextFiles {
-    /// Tokenises the documents in order, up to `max_tokens` tokens in total; chats are written out by the template of
-    /// the model in `model_dir`.
+    /// Tokenises the documents in order, up to `max_tokens` tokens in total, and returns them with up to `beyond` tokens
+    /// that follow; chats are written out by the template of the model in `model_dir`.
     ///
     /// # Errors
     /// A file that cannot be read or is not text; a line without text; a folder without text files.
@@ -55,34 +55,42 @@ impl TextFiles {
         model_dir: &Path,
         tokenizer: &Tokenizer,
         max_tokens: usize,
-    ) -> Result<Vec<Vec<u32>>> {
+        beyond: usize,
+    ) -> Result<(Vec<Vec<u32>>, Vec<u32>)> {
         let (mut documents, mut left) = (Vec::new(), max_tokens);
+        let mut rest = Vec::new();
         let mut template = None;
         for path in self.files()? {
-            if left == 0 {
+            if left == 0 && rest.len() >= beyond {
                 break;
             }
             interrupt::check()?;
             let read = self.documents(&path)?;
-            let made = match read.iter().any(Document::is_chat) {
-                false => {
-                    let texts: Vec<String> = read.into_iter().map(Document::text).collect();
-                    tokenizer.encode_documents(&texts, left)
-                }
-                true => {
-                    if template.is_none() {
-                        template = Some(chat_template(model_dir).map_err(|e| e.context(path.display()))?);
+            let is_chat = read.iter().any(Document::is_chat);
+            if is_chat && template.is_none() {
+                template = Some(chat_template(model_dir).map_err(|e| e.context(path.display()))?);
+            }
+            let encode = |limit: usize| {
+                let encoded = match template.as_ref().filter(|_| is_chat) {
+                    Some(template) => chats(&read, template, tokenizer, limit),
+                    None => {
+                        let texts: Vec<String> = read.iter().map(|of| of.text().to_owned()).collect();
+                        tokenizer.encode_documents(&texts, limit)
                     }
-                    template
-                        .iter()
-                        .try_fold(Vec::new(), |_, template| chats(&read, template, tokenizer, left))
-                }
+                };
+                encoded.map_err(|e| e.context(path.display()))
             };
-            let made = made.map_err(|e| e.context(path.display()))?;
-            left -= made.iter().map(Vec::len).sum::<usize>();
+            let made = encode(left)?;
+            let count: usize = made.iter().map(Vec::len).sum();
+            left -= count;
+            // The file in which the text ends is tokenised again, so that what follows does not change the text.
+            if left == 0 && rest.len() < beyond {
+                let more = encode(count.saturating_add(beyond - rest.len()))?;
+                rest.extend(more.into_iter().flatten().skip(count));
+            }
             documents.extend(made);
         }
-        Ok(documents)
+        Ok((documents, rest))
     }
 
     /// Lists the files; those of a folder and its subfolders come in the order of their names.
@@ -159,10 +167,10 @@ impl Document {
     }
 
     /// Returns the text of a document that is not a chat.
-    fn text(self) -> String {
+    fn text(&self) -> &str {
         match self {
             Self::Text(text) => text,
-            Self::Chat(_) => String::new(),
+            Self::Chat(_) => "",
         }
     }
 }

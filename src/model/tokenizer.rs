@@ -237,15 +237,26 @@ impl Tokenizer {
             let batch = &rest[..batch.count()];
             let bytes = batch.iter().map(String::len).sum();
             let listed = limited(bytes, || self.list(batch, left))?;
-            let mut listed = listed.as_slice();
-            while let Some((n, rest)) = listed.split_first() {
-                let (ids, rest) = rest.split_at(*n as usize);
-                left -= ids.len();
-                done.push(ids.to_vec());
-                listed = rest;
-            }
+            let made = unlisted(&listed);
+            left -= made.iter().map(Vec::len).sum::<usize>();
+            done.extend(made);
         }
         Ok(done)
+    }
+
+    /// Does what [`Tokenizer::encode_raw`] does with each of several short texts.
+    pub fn encode_raw_each(&self, texts: &[String]) -> Result<Vec<Vec<u32>>> {
+        let bytes = texts.iter().map(String::len).sum();
+        let listed = limited(bytes, || {
+            let mut listed = Vec::new();
+            for text in texts {
+                let ids = self.ids(text, false)?;
+                listed.push(u32::try_from(ids.len()).map_err(|e| e.to_string())?);
+                listed.extend(ids);
+            }
+            Ok(listed)
+        })?;
+        Ok(unlisted(&listed))
     }
 
     /// Tokenises documents up to `limit` tokens in total; lists, per document, the number of its ids and then the ids.
@@ -295,6 +306,17 @@ impl Tokenizer {
         guarded(|| self.inner.decode(ids, true))
             .map_err(|e| Error::failed(format!("the tokens cannot be decoded to text: {e}")).hint(BROKEN))
     }
+}
+
+/// Divides a list of the number of ids and the ids of each text.
+fn unlisted(mut listed: &[u32]) -> Vec<Vec<u32>> {
+    let mut texts = Vec::new();
+    while let Some((n, rest)) = listed.split_first() {
+        let (ids, rest) = rest.split_at(*n as usize);
+        texts.push(ids.to_vec());
+        listed = rest;
+    }
+    texts
 }
 
 /// Turns a growing list of token ids into text, piece by piece.

@@ -397,6 +397,7 @@ fn losses(logits: &[Array1<f32>], [turn, place]: [usize; 2], next: Option<usize>
         place,
         kl: full.divergence(own),
         same_top: full.top == own.top,
+        right: [own.top, full.top].map(|top| Some(top) == next),
         surprise: next.map(|id| full.log_probability(id) - own.log_probability(id)),
     };
     own.par_iter().map(loss).collect()

@@ -6,6 +6,7 @@ mod head;
 mod session;
 mod shares;
 mod trace;
+pub mod verdict;
 
 use crate::kv::packed::Layout;
 use crate::kv::{Budget, KvType};

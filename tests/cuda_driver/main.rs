@@ -209,7 +209,7 @@ fn run_wrong(driver: &Path, wrong: &str, arguments: &str) -> Outcome {
 fn calibrated(driver: &Path, wrong: &str, device: &str, out: &Path) -> Outcome {
     let arguments = format!(
         "calibrate --json -v --model calib-data/model --text calib-data/text.txt --max-tokens 256 --uuid-tokens 0 \
-         --size 8 --wrope-position 64 --precision f32 --iterations 3 --device {device} -o {}",
+         --size 8 --wrope-position 64 --seq-len 256 --verdict-tokens 256 --precision f32 --iterations 3 --device {device} -o {}",
         out.display()
     );
     run_wrong(driver, wrong, &arguments)

@@ -31,7 +31,7 @@ pub fn write_artifact(driver: &Path, out: &Path) {
     let calibrate = || {
         let command = format!(
             "calibrate --peers --device cpu --model calib-data/model --text calib-data/text.txt --max-tokens 2048 \
-             --uuid-tokens 0 --seq-len 512 --wrope-position 128 --size 32 --iterations 3 -o {}",
+             --uuid-tokens 0 --seq-len 512 --wrope-position 128 --size 32 --iterations 3 --verdict-tokens 512 -o {}",
             out.display()
         );
         kvsmith(driver, &command).ok();

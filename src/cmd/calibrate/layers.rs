@@ -213,7 +213,7 @@ impl CalibrationRun<'_> {
     }
 
     /// Notes how much memory the run needs, and the size of the artifact.
-    pub fn plan(&self, sections: &[Section], judged: JudgedRows) -> Result<()> {
+    pub fn plan(&self, sections: &[Section], judged: &JudgedRows) -> Result<()> {
         let plan = MemoryPlan::new(
             &self.decoder.config,
             self.corpus,

@@ -1,13 +1,13 @@
 //! How much memory a calibration needs.
 
-use std::ops::Range;
-
 use crate::artifact::{Fit, FitText, Section};
 use crate::compute::device::Device;
 use crate::corpus::Corpus;
 use crate::model::ModelConfig;
 use crate::model::decoder::{block_bytes, kept_bytes};
 use crate::progress::size;
+use crate::runner::eval::FEWEST;
+use crate::runner::verdict::{Material, Probe};
 use crate::store;
 
 /// Bytes of the program itself and of LAPACK's buffer.
@@ -46,19 +46,33 @@ pub struct MemoryPlan {
 }
 
 /// The rows that a verdict decodes one by one.
-#[derive(Clone, Copy, Debug)]
+#[derive(Clone, Debug, Default)]
 pub struct JudgedRows {
     /// Combinations of method and budget; 0 without a verdict.
     pub variants: usize,
-    /// The most steps of a block.
-    pub steps: usize,
+    /// The texts that pass the model together: of each, its tokens and its steps.
+    pub passes: Vec<Vec<[usize; 2]>>,
+    /// Bytes of a combination in the manifest, besides what it loses per head.
+    pub row_bytes: usize,
 }
 
+/// Bytes of a combination in the manifest: its means, its intervals, its means on one of the other texts, its answers.
+const ROW: [usize; 4] = [60, 110, 140, 90];
+
 impl JudgedRows {
-    /// Counts the rows of a block of which these positions are held out, over all variants.
-    fn of(self, held_out: Range<usize>) -> usize {
-        let steps = self.steps.min(held_out.len()).min(held_out.end.saturating_sub(1));
-        self.variants * steps
+    /// Counts the rows of a verdict with `variants` combinations of method and budget.
+    pub fn of(material: &Material, variants: usize) -> Self {
+        let [means, intervals, others, answers] = ROW;
+        let blocks = material.text.passages.len();
+        let row_bytes = means
+            + if blocks >= FEWEST { intervals } else { 0 }
+            + others * material.others.len()
+            + if Probe::is_possible(blocks) { answers } else { 0 };
+        Self {
+            variants,
+            passes: material.passes(),
+            row_bytes,
+        }
     }
 }
 
@@ -70,7 +84,7 @@ impl MemoryPlan {
         device: &dyn Device,
         fits: &[Box<dyn Fit>],
         sections: &[Section],
-        judged: JudgedRows,
+        judged: &JudgedRows,
     ) -> Self {
         let text = FitText {
             n: corpus.n_tokens(),
@@ -96,23 +110,19 @@ impl MemoryPlan {
         // Memory for the states of later blocks is reserved but not in use yet.
         let block =
             |i: usize| states(corpus.block(i).end) + block_bytes(c, corpus.block(i).len(), c.n_layers > 1);
-        let held_out = || corpus.held_out.iter();
-        let verdict = match judged.variants {
-            0 => 0,
-            _ => {
-                let rows = held_out().map(|&(_, first, end)| end + judged.of(first..end));
-                let hidden = rows.sum::<usize>() * c.hidden_size * float;
-                // On every thread, a head: its queries three times, its keys four times, its values, and what its
-                // caches and indices take.
-                let heads = text.threads.min(c.n_kv_heads) * (3 * c.group() + 8);
-                // One block passes a layer at a time.
-                let block = |&(_, first, end): &(usize, usize, usize)| {
-                    let own = judged.of(first..end) * 2 * (query + key);
-                    own + block_bytes(c, end, true) + heads * end * c.head_dim * float
-                };
-                hidden + held_out().map(block).max().unwrap_or(0)
-            }
+        // On every thread, a head: its queries three times, its keys four times, its values, and what its caches and
+        // indices take.
+        let heads = text.threads.min(c.n_kv_heads) * (3 * c.group() + 8);
+        let pass = |texts: &Vec<[usize; 2]>| {
+            let own = |steps: usize| judged.variants * steps;
+            let rows: usize = texts.iter().map(|[n, steps]| n + own(*steps)).sum();
+            // One text passes a layer at a time.
+            let text = |&[n, steps]: &[usize; 2]| {
+                own(steps) * 2 * (query + key) + block_bytes(c, n, true) + heads * n * c.head_dim * float
+            };
+            rows * c.hidden_size * float + texts.iter().map(text).max().unwrap_or(0)
         };
+        let verdict = judged.passes.iter().map(pass).max().unwrap_or(0);
         Self {
             program: PROGRAM_BYTES + text.threads * THREAD_BYTES,
             kept: kept_bytes(c, text.longest_block, c.n_layers > 1 || judged.variants > 0),

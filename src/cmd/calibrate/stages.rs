@@ -8,8 +8,10 @@ use serde_json::{Value, json};
 pub const CAPTURE: &str = "capture";
 /// The stage that finds the budgets with which methods read given shares of the bytes.
 pub const BUDGETS: &str = "budgets";
-/// The stage that measures methods on held-out text.
+/// The stage that measures methods on text that nothing was fitted to.
 pub const VERDICT: &str = "verdict";
+/// The stage that asks methods about facts hidden in this text.
+pub const PROBE: &str = "probe";
 
 /// Stages with the seconds that each took or will take, in the order in which they begin.
 #[derive(Clone, Debug, Default, PartialEq)]

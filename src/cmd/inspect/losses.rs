@@ -1,9 +1,12 @@
 //! The verdict of an artifact as text: what to use, what each method loses, and which heads are weak.
 
-use crate::artifact::{Artifact, Measured, MethodLoss, USUAL_KL, Verdict, parse, share};
+use super::paragraph;
+use crate::artifact::{Artifact, Measured, MethodLoss, OtherLosses, USUAL_KL, Verdict, parse, share};
+use crate::cmd::verdict::cautions;
 use crate::error::Result;
 
-/// The losses, in nats, for which a method is recommended.
+/// The losses, in nats, for which a method is recommended; a verdict with another limit takes this one in place of the
+/// second.
 pub(in crate::cmd) const LOSSES: [f64; 3] = [0.1, USUAL_KL, 0.01];
 
 /// A head with at least this share of its attention in the sinks and the window has nothing to gain from an index.
@@ -18,25 +21,31 @@ const WORST: usize = 5;
 /// How many heads are listed by layer and KV head.
 const LISTED: usize = 8;
 
-/// Says what to use for some losses.
+/// Lists the losses for which a verdict has recommendations, the largest first.
+pub(in crate::cmd) fn losses(verdict: &Verdict) -> Vec<f64> {
+    let mut losses = [LOSSES[0], verdict.limit(), LOSSES[2]].to_vec();
+    losses.sort_by(|a, b| b.total_cmp(a));
+    losses.dedup();
+    losses
+}
+
+/// Says what to use for some losses, and what that rests on.
 pub fn recommendation(verdict: &Verdict) -> String {
     let usual = verdict.usual();
+    let limit = verdict.limit();
     let mut out = String::new();
-    for loss in LOSSES {
+    for loss in losses(verdict) {
         let heading = if out.is_empty() { "recommended" } else { "" };
         let what = match verdict.within(loss) {
             Some((row, of)) => flags(row, of),
-            None => "no measured budget reaches this; raise --verdict-reads".to_owned(),
+            None => "nothing measured is within it; raise --verdict-reads".to_owned(),
         };
-        let mark = if loss == USUAL_KL && verdict.within(loss).is_some() {
-            " *"
-        } else {
-            ""
-        };
+        let is_usual = loss == limit && verdict.within(loss).is_some();
+        let mark = if is_usual { " *" } else { "" };
         out += &format!("{heading:<12} KL <= {loss:<5} {what}{mark}\n");
     }
     out += &match usual {
-        Some((_, of)) if of.kl <= USUAL_KL => {
+        Some(_) if verdict.within(limit).is_some() => {
             format!("{:<12} * used by `run` without --method and --budget\n", "")
         }
         Some((row, of)) => format!(
@@ -47,6 +56,11 @@ pub fn recommendation(verdict: &Verdict) -> String {
         ),
         None => String::new(),
     };
+    if usual.is_some() {
+        for caution in cautions(verdict) {
+            out += &paragraph("", &caution);
+        }
+    }
     out
 }
 
@@ -66,10 +80,10 @@ fn flags(row: &MethodLoss, of: &Measured) -> String {
 /// Lists what every method lost, and the heads that are weak.
 pub fn table(verdict: &Verdict, artifact: &Artifact) -> Result<String> {
     let mut out = format!(
-        "\nmethods: {} held-out blocks, {} steps, {} cache, {} sinks, window of {}\n",
+        "\nmethods: {} blocks of text, {} steps, {} cache, {} sinks, window of {}\n",
         verdict.blocks, verdict.steps, verdict.kv, verdict.sinks, verdict.window
     );
-    out += "method          budget   read      KL  KL p50  KL p99   top-1  recall    mass\n";
+    out += "method          budget   read      KL (95 % interval)  KL p99   top-1 answered\n";
     let mut rows: Vec<&MethodLoss> = verdict.rows.iter().collect();
     let loss = |row: &MethodLoss| row.measured.as_ref().map_or(f64::INFINITY, |of| of.kl);
     rows.sort_by(|a, b| {
@@ -79,20 +93,9 @@ pub fn table(verdict: &Verdict, artifact: &Artifact) -> Result<String> {
             .then(loss(a).total_cmp(&loss(b)))
     });
     for row in rows {
-        let name = format!("{}{}", row.method, if row.oracle { " (bound)" } else { "" });
+        let name = named(row);
         out += &match &row.measured {
-            Some(of) => format!(
-                "{:<15} {:.4} {:>5.1}% {:>7.4} {:>7.4} {:>7.3} {:>6.1}% {:>6.1}% {:>6.1}%\n",
-                name,
-                of.budget,
-                100.0 * row.bytes_read_fraction,
-                of.kl,
-                of.kl_median,
-                of.kl_p99,
-                100.0 * of.top1_equal,
-                100.0 * of.recall,
-                100.0 * of.mass
-            ),
+            Some(of) => measured(&name, row, of),
             None => format!(
                 "{:<15}      - smallest budget reads {:.1} %, above the target of {:.1} %\n",
                 row.method,
@@ -101,8 +104,72 @@ pub fn table(verdict: &Verdict, artifact: &Artifact) -> Result<String> {
             ),
         };
     }
+    out += &others(verdict);
     out += &heads(verdict, artifact)?;
     Ok(out)
+}
+
+/// Formats what a row lost on the blocks of text.
+fn measured(name: &str, row: &MethodLoss, of: &Measured) -> String {
+    let interval = of.intervals.map_or(String::new(), |of| {
+        let digits = if of.kl[1] < 10.0 { 4 } else { 1 };
+        format!("({:.digits$} to {:.digits$})", of.kl[0], of.kl[1])
+    });
+    let answered = match (&of.probe, of.dropped_after) {
+        (Some(probe), _) => format!("{:.1}%", 100.0 * probe.accuracy),
+        (None, Some(_)) => "dropped".to_owned(),
+        (None, None) => "-".to_owned(),
+    };
+    format!(
+        "{name:<15} {:.4} {:>5.1}% {:>7.4} {interval:<18} {:>5.3} {:>6.1}% {answered:>8}\n",
+        of.budget,
+        100.0 * row.bytes_read_fraction,
+        of.kl,
+        of.kl_p99,
+        100.0 * of.top1_equal,
+    )
+}
+
+/// Lists the means on the other texts.
+fn others(verdict: &Verdict) -> String {
+    let mut out = String::new();
+    for texts in verdict.texts.iter().skip(1) {
+        let kind = if texts.kind == "uuid" { "UUIDs" } else { "text" };
+        out += &format!(
+            "\nmeans on {} of {} tokens of {kind}, {} steps\n",
+            counted(texts.blocks),
+            texts.length,
+            texts.steps
+        );
+        out += "method          budget   read      KL  KL p99   top-1\n";
+        for row in &verdict.rows {
+            let Some(of) = &row.measured else {
+                continue;
+            };
+            let is_same = |of: &&OtherLosses| (&of.kind, of.length) == (&texts.kind, texts.length);
+            if let Some(loss) = of.others.iter().find(is_same) {
+                out += &format!(
+                    "{:<15} {:.4} {:>5.1}% {:>7.4} {:>7.3} {:>6.1}%\n",
+                    named(row),
+                    of.budget,
+                    100.0 * loss.bytes_read_fraction,
+                    loss.kl,
+                    loss.kl_p99,
+                    100.0 * loss.top1_equal
+                );
+            }
+        }
+    }
+    out
+}
+
+/// Names the method of a row.
+fn named(row: &MethodLoss) -> String {
+    format!("{}{}", row.method, if row.oracle { " (bound)" } else { "" })
+}
+
+fn counted(blocks: usize) -> String {
+    format!("{blocks} block{}", if blocks == 1 { "" } else { "s" })
 }
 
 /// Shows what every method lost at one KV head.
@@ -113,7 +180,7 @@ pub fn of_head(verdict: &Verdict, layer: usize, head: usize) -> String {
         let Some(of) = &row.measured else {
             continue;
         };
-        let name = format!("{}{}", row.method, if row.oracle { " (bound)" } else { "" });
+        let name = named(row);
         let at = |values: &[Vec<f64>]| 100.0 * values[layer][head];
         out += &format!(
             "{name:<15} {:.4} {:>5.1}% {:>6.1}% {:>6.1}% {:>12.1}%\n",

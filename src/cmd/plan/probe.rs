@@ -17,7 +17,8 @@ use super::line::Line;
 use crate::artifact::Fit;
 use crate::cmd::args::Global;
 use crate::cmd::bench::{random_matrix, random_points, seconds};
-use crate::cmd::calibrate::stages::{BUDGETS, CAPTURE, Stages, VERDICT};
+use crate::cmd::calibrate::plan::JudgedRows;
+use crate::cmd::calibrate::stages::{BUDGETS, CAPTURE, PROBE, Stages, VERDICT};
 use crate::cmd::calibrate::{Settings, time_stages};
 use crate::cmd::load_corpus;
 use crate::compute::attention;
@@ -42,6 +43,9 @@ const ATTENDED: usize = 2048;
 /// The least and the most rows of the longer block of the small calibration, unless the codebooks need more. Between
 /// them, it has as many as the text.
 const BLOCK: [usize; 2] = [1024, 4096];
+
+/// The share of the rows of a verdict that is assumed to be left after the first blocks of text.
+const LEFT: f64 = 0.5;
 
 /// Bytes whose digest is timed.
 const DIGESTED: usize = 32 << 20;
@@ -80,6 +84,7 @@ pub fn times(
     config: &ModelConfig,
     corpus: &Corpus,
     fits: &[Box<dyn Fit>],
+    judged: &JudgedRows,
     global: &Global,
 ) -> Result<Times> {
     let forward = ForwardTime::measure(config)?;
@@ -93,15 +98,24 @@ pub fn times(
         let stage = fit.kind().facts().stage;
         stages.add(stage, heads * small.at(stage, work(fit.as_ref(), corpus)));
     }
-    let passages: Vec<usize> = corpus.held_out.iter().map(|&(_, _, end)| end).collect();
-    if let (false, Some(first)) = (settings.no_verdict, passages.first()) {
-        let of = |stage: &str, end: usize| heads * small.at(stage, end as f64) + forward.block(end);
-        stages.add(BUDGETS, of(BUDGETS, *first));
-        let steps = (settings.verdict.steps() * small.variants) as f64 * forward.row();
-        stages.add(
-            VERDICT,
-            passages.iter().map(|end| of(VERDICT, *end) + steps).sum(),
-        );
+    for (pass, texts) in judged.passes.iter().enumerate() {
+        let of = |stage: &str, n: usize| heads * small.at(stage, n as f64) + forward.block(n);
+        if let (0, Some([first, _])) = (pass, texts.first()) {
+            stages.add(BUDGETS, of(BUDGETS, *first));
+        }
+        let (stage, variants) = match pass {
+            0 => (VERDICT, small.variants as f64),
+            1 => (VERDICT, LEFT * small.variants as f64),
+            _ => (PROBE, LEFT * small.variants as f64),
+        };
+        let text = |&[n, steps]: &[usize; 2]| {
+            let share =
+                variants / small.variants.max(1) as f64 * (steps as f64 / small.steps as f64).max(1.0);
+            heads * share * small.at(VERDICT, n as f64)
+                + forward.block(n)
+                + variants * steps as f64 * forward.row()
+        };
+        stages.add(stage, texts.iter().map(text).sum());
     }
     Ok(Times {
         stages,
@@ -271,6 +285,8 @@ struct Small {
     runs: [SmallRun; 2],
     /// Number of combinations of method and budget in the verdict.
     variants: usize,
+    /// Decode steps of its only text.
+    steps: usize,
 }
 
 /// One calibration of the small model.
@@ -300,11 +316,12 @@ impl Small {
         let mut variants = 0;
         let mut time = |rows: usize| {
             let tokens = folder.path().join("tokens.json");
-            let ids: Vec<Vec<usize>> = vec![(0..rows).collect(), (rows..2 * rows).collect()];
+            let ids: Vec<Vec<usize>> = vec![(0..2 * rows).collect()];
             std::fs::write(&tokens, json!(ids).to_string()).map_err(failed)?;
             let mut of = settings.clone();
             of.model.clone_from(&model);
             of.input = of.input.of_tokens(tokens, rows, 0.5);
+            of.verdict = of.verdict.of_block(rows);
             let corpus = load_corpus(&model, &small, &of.input, &global)?;
             let fits = of.fits(&small, &corpus, &corpus.kept(), global.seed, global.log())?;
             let of_fit = |fit: &dyn Fit| (fit.kind().facts().stage, work(fit, &corpus));
@@ -320,6 +337,7 @@ impl Small {
             heads,
             runs: [time(rows / 2)?, time(rows)?],
             variants,
+            steps: settings.verdict.wanted().steps.min(rows / 2),
         })
     }
 

@@ -158,6 +158,11 @@ impl Conversation<'_, '_> {
         let method = self.choice.method;
         self.artifact
             .take_if(|artifact| Reading::warn_beyond_calibration(&[method], artifact, total, log));
+        if let Some(most) = self.choice.measured.take_if(|most| total > *most) {
+            log.warn(&format!(
+                "the tokens so far and --max-new add up to {total} positions, but the artifact's recommendation was measured on at most {most}; what it loses beyond is not known"
+            ));
+        }
         if total > context {
             log.warn(&format!(
                 "the tokens so far and --max-new add up to {total} positions, more than the model's context of {context} tokens"

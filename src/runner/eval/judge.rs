@@ -134,8 +134,21 @@ pub struct StepLoss {
     pub kl: f64,
     /// Whether both have the same most likely token.
     pub same_top: bool,
+    /// Whether the text's next token is the most likely one of the variant, and of full attention.
+    pub right: [bool; 2],
     /// By how many nats the text's next token is less likely than with full attention; `None` at the end of the text.
     pub surprise: Option<f64>,
+}
+
+/// Returns the most likely token, the lower id on ties.
+pub(super) fn top(logits: ArrayView1<f32>) -> usize {
+    let (mut top, mut max) = (0, f32::NEG_INFINITY);
+    for (i, logit) in logits.iter().enumerate() {
+        if *logit > max {
+            (top, max) = (i, *logit);
+        }
+    }
+    top
 }
 
 /// The logarithms of the softmax of a row of logits, and the most likely token.
@@ -153,12 +166,8 @@ impl<'a> Prediction<'a> {
     /// # Numerics
     /// f64.
     pub fn new(logits: ArrayView1<'a, f32>) -> Self {
-        let (mut top, mut max) = (0, f32::NEG_INFINITY);
-        for (i, logit) in logits.iter().enumerate() {
-            if *logit > max {
-                (top, max) = (i, *logit);
-            }
-        }
+        let top = top(logits);
+        let max = logits[top];
         let sum: f64 = logits.iter().map(|v| f64::from(v - max).exp()).sum();
         Self {
             logits,

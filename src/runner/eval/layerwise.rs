@@ -8,9 +8,10 @@
 //!
 //! [`Evaluation::block`]: super::Evaluation::block
 
-use ndarray::{Array1, Array2, Array3, Array4, ArrayView3, Axis, concatenate, s};
+use ndarray::{Array1, Array2, Array3, Array4, ArrayView1, ArrayView3, Axis, concatenate, s};
 use rayon::prelude::*;
 
+use super::judge::top;
 use super::trajectories::{HeadStep, HeadTrajectories, StepInput, leaders};
 use super::{Variant, VariantReport, losses, tally};
 use crate::error::{Error, Result};
@@ -33,6 +34,13 @@ pub struct Passage {
 }
 
 impl Passage {
+    /// Makes a text whose last `steps` tokens, but not its first, are fed one by one; `None` if there is no step.
+    pub fn new(ids: &[u32], steps: usize) -> Option<Self> {
+        let steps = steps.min(ids.len().saturating_sub(1));
+        let ids = ids.to_vec();
+        (steps > 0).then_some(Self { ids, steps })
+    }
+
     /// Returns the length of the prompt.
     fn first(&self) -> usize {
         self.ids.len() - self.steps
@@ -57,6 +65,17 @@ pub struct Layerwise<'a> {
     pub layers: &'a dyn Layers,
     /// What bounds a step's reads.
     pub options: Options,
+}
+
+/// What a run measures.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Measure {
+    /// What variants lose along their own trajectories, and how good their choices are along the full one.
+    Losses,
+    /// Which tokens they predict along their own trajectories.
+    Answers,
+    /// What they read if they choose along the full trajectory.
+    Reads,
 }
 
 /// The state of one passage between two layers.
@@ -87,7 +106,8 @@ impl Layerwise<'_> {
         self.layers.decoder()
     }
 
-    /// Measures what variants lose along their own trajectories; `done` is called after each layer.
+    /// Measures what variants lose along their own trajectories; `done` is called after each layer. Returns the reports of
+    /// all variants on each passage.
     ///
     /// # Errors
     /// A passage without a prompt or a step; activations that are not finite; an interrupt.
@@ -96,19 +116,32 @@ impl Layerwise<'_> {
         passages: &[Passage],
         variants: &[Variant],
         done: &mut dyn FnMut(usize),
-    ) -> Result<Vec<VariantReport>> {
+    ) -> Result<Vec<Vec<VariantReport>>> {
         if variants.is_empty() {
-            return Ok(Vec::new());
+            return Ok(vec![Vec::new(); passages.len()]);
         }
-        let mut runs = self.start(passages, variants, true)?;
-        self.run(&mut runs, variants, done)?;
-        let mut reports = vec![VariantReport::new(&self.decoder().config); variants.len()];
-        for run in runs {
-            for (sum, report) in reports.iter_mut().zip(self.close(run)?) {
-                sum.append(report);
-            }
-        }
-        Ok(reports)
+        let runs = self.run(passages, variants, Measure::Losses, done)?;
+        runs.into_iter().map(|run| self.close(run)).collect()
+    }
+
+    /// Returns which tokens variants predict along their own trajectories. `asked` lists, for each passage, the steps
+    /// that matter. For each passage and variant there is an entry for each of these steps: whether the variant, and
+    /// whether full attention, predicts the passage's next token.
+    ///
+    /// # Errors
+    /// Those of [`Layerwise::evaluate`]; a step that has no next token.
+    pub fn answers(
+        &self,
+        passages: &[Passage],
+        asked: &[Vec<usize>],
+        variants: &[Variant],
+        done: &mut dyn FnMut(usize),
+    ) -> Result<Vec<Vec<Vec<[bool; 2]>>>> {
+        let runs = self.run(passages, variants, Measure::Answers, done)?;
+        runs.iter()
+            .zip(asked)
+            .map(|(run, asked)| self.predicted(run, asked, variants.len()))
+            .collect()
     }
 
     /// Returns the shares of the bytes that variants read if they choose along the full trajectory; `None` for a
@@ -122,8 +155,7 @@ impl Layerwise<'_> {
         variants: &[Variant],
         done: &mut dyn FnMut(usize),
     ) -> Result<Vec<Option<f64>>> {
-        let mut runs = self.start(std::slice::from_ref(passage), variants, false)?;
-        self.run(&mut runs, variants, done)?;
+        let runs = self.run(std::slice::from_ref(passage), variants, Measure::Reads, done)?;
         let head_dim = self.decoder().config.head_dim;
         let share = |report: &VariantReport| report.counts.bytes_fraction(self.options.kv, head_dim);
         Ok(runs
@@ -133,12 +165,18 @@ impl Layerwise<'_> {
     }
 
     /// Embeds the tokens of every passage.
-    fn start<'p>(&self, passages: &'p [Passage], variants: &[Variant], own: bool) -> Result<Vec<Run<'p>>> {
+    fn start<'p>(
+        &self,
+        passages: &'p [Passage],
+        variants: &[Variant],
+        measure: Measure,
+    ) -> Result<Vec<Run<'p>>> {
         let run = |passage: &'p Passage| {
             passage.check()?;
             let full = self.decoder().embed(&passage.ids)?;
             let steps = full.slice(s![passage.first().., ..]);
-            let own = own.then(|| concatenate(Axis(0), &vec![steps; variants.len()]));
+            let has_own = measure != Measure::Reads && !variants.is_empty();
+            let own = has_own.then(|| concatenate(Axis(0), &vec![steps; variants.len()]));
             let mut report = VariantReport::new(&self.decoder().config);
             report.begin(1);
             Ok(Run {
@@ -153,11 +191,18 @@ impl Layerwise<'_> {
     }
 
     /// Runs every layer on every passage.
-    fn run(&self, runs: &mut [Run], variants: &[Variant], done: &mut dyn FnMut(usize)) -> Result<()> {
+    fn run<'p>(
+        &self,
+        passages: &'p [Passage],
+        variants: &[Variant],
+        measure: Measure,
+        done: &mut dyn FnMut(usize),
+    ) -> Result<Vec<Run<'p>>> {
+        let mut runs = self.start(passages, variants, measure)?;
         let (config, rope) = (&self.decoder().config, &self.decoder().rope);
         for index in 0..config.n_layers {
             let layer = self.layers.open(index)?;
-            for run in runs.iter_mut() {
+            for run in &mut runs {
                 interrupt::check()?;
                 let own = run
                     .own
@@ -173,6 +218,7 @@ impl Layerwise<'_> {
                     first: run.passage.first(),
                     steps: run.passage.steps,
                     own: own.as_ref(),
+                    measure,
                 };
                 let mut heads = Vec::new();
                 layer.forward(run.full.view_mut(), &mut |states| {
@@ -187,30 +233,48 @@ impl Layerwise<'_> {
             }
             done(index);
         }
-        Ok(())
+        Ok(runs)
+    }
+
+    /// Computes the logits of a step, `[1 + variants, vocab]`: those of full attention first.
+    fn logits(&self, run: &Run, own: &Array2<f32>, step: usize) -> Result<Array2<f32>> {
+        interrupt::check()?;
+        let own = own.slice(s![step..;run.passage.steps, ..]);
+        let full = run.full.slice(s![run.passage.first() + step.., ..]);
+        let rows = concatenate(Axis(0), &[full.slice(s![..1, ..]), own])?;
+        self.decoder().logits_of(rows.view())
+    }
+
+    /// Compares the predictions of some steps with the passage's next tokens.
+    fn predicted(&self, run: &Run, asked: &[usize], variants: usize) -> Result<Vec<Vec<[bool; 2]>>> {
+        let mut hits = vec![Vec::new(); variants];
+        let Some(own) = &run.own else {
+            return Ok(hits);
+        };
+        for &step in asked {
+            let next = run.passage.ids.get(run.passage.first() + step + 1);
+            let next = next.ok_or_else(|| Error::failed("internal: a step has no next token"))?;
+            let logits = self.logits(run, own, step)?;
+            let is_right = |row: ArrayView1<f32>| top(row) == *next as usize;
+            let right: Vec<bool> = logits.outer_iter().map(is_right).collect();
+            for (hits, own) in hits.iter_mut().zip(&right[1..]) {
+                hits.push([*own, right[0]]);
+            }
+        }
+        Ok(hits)
     }
 
     /// Computes from the logits what each step of a passage lost, and returns the reports with these losses.
-    fn close(&self, run: Run) -> Result<Vec<VariantReport>> {
-        let Run {
-            passage,
-            full,
-            own,
-            shares,
-            mut reports,
-        } = run;
-        let own = own.ok_or_else(|| Error::failed("internal: no trajectories of the variants"))?;
+    fn close(&self, mut run: Run) -> Result<Vec<VariantReport>> {
+        let mut reports = std::mem::take(&mut run.reports);
         let n_layers = self.decoder().config.n_layers;
-        for (step, shares) in shares.iter().enumerate() {
-            interrupt::check()?;
-            let at = passage.first() + step;
-            let of = |v: usize| own.row(v * passage.steps + step);
-            let rows: Vec<_> = std::iter::once(full.row(at))
-                .chain((0..reports.len()).map(of))
-                .collect();
-            let logits = self.decoder().logits_of(ndarray::stack(Axis(0), &rows)?.view())?;
+        let own = run.own.as_ref();
+        let own = own.ok_or_else(|| Error::failed("internal: no trajectories of the variants"))?;
+        for (step, shares) in run.shares.iter().enumerate() {
+            let logits = self.logits(&run, own, step)?;
             let logits: Vec<Array1<f32>> = logits.outer_iter().map(|row| row.to_owned()).collect();
-            let next = passage.ids.get(at + 1).map(|id| *id as usize);
+            let next = run.passage.ids.get(run.passage.first() + step + 1);
+            let next = next.map(|id| *id as usize);
             for (report, loss) in reports.iter_mut().zip(losses(&logits, [0, step], next)) {
                 report.add_loss(loss);
             }
@@ -234,6 +298,7 @@ struct LayerInput<'a> {
     steps: usize,
     /// The states along the variants' trajectories, `variants steps` rows.
     own: Option<&'a States>,
+    measure: Measure,
 }
 
 impl LayerInput<'_> {
@@ -281,7 +346,7 @@ impl LayerInput<'_> {
             model_window: self.window(),
         };
         head.prefill(&rows(), &rows(), &leaders(self.variants));
-        head.branch(self.own.is_some());
+        head.branch(self.measure == Measure::Losses);
         let d = config.head_dim;
         let mut outputs = Array4::zeros((self.steps, self.variants.len() + 1, r, d));
         let mut steps = Vec::new();

@@ -210,7 +210,7 @@ pub struct VariantReport {
 
 impl VariantReport {
     /// Makes an empty report on a model.
-    pub(super) fn new(c: &ModelConfig) -> Self {
+    pub fn new(c: &ModelConfig) -> Self {
         Self {
             heads: vec![vec![Metrics::default(); c.n_kv_heads]; c.n_layers],
             ..Self::default()
@@ -245,6 +245,12 @@ impl VariantReport {
         let steps = blocks.iter().flat_map(|block| &self.losses[*block]);
         steps.for_each(|step| mean += step.kl.into());
         mean.into()
+    }
+
+    /// Says for each step of a block whether the text's next token is the most likely one of the variant, and of full
+    /// attention.
+    pub fn right(&self, block: usize) -> Vec<[bool; 2]> {
+        self.losses[block].iter().map(|step| step.right).collect()
     }
 
     /// Returns the metrics of each turn.
@@ -314,7 +320,7 @@ impl VariantReport {
     }
 
     /// Adds the blocks of another report of the same variant.
-    pub(super) fn append(&mut self, other: Self) {
+    pub fn append(&mut self, other: Self) {
         let Self {
             heads,
             choices,

@@ -3,8 +3,9 @@
 use std::ops::Range;
 
 use crate::artifact::{Fit, FitText, MomentsRead, Section};
+use crate::cmd::calibrate::plan::JudgedRows;
 use crate::cmd::calibrate::plan::MemoryPlan;
-use crate::cmd::calibrate::stages::{BUDGETS, CAPTURE, VERDICT};
+use crate::cmd::calibrate::stages::{BUDGETS, CAPTURE, PROBE, VERDICT};
 use crate::cmd::plan::Weights;
 use crate::cmd::plan::probe::Times;
 use crate::compute::device::Device;
@@ -32,6 +33,8 @@ pub struct Job<'a> {
     pub weights: &'a Weights,
     /// Bytes of the artifact without its verdict, and of that with one if a verdict is wanted.
     pub artifacts: [Option<usize>; 2],
+    /// What the verdict decodes.
+    pub judged: &'a JudgedRows,
     /// The times on one machine, if they were measured.
     pub times: Option<&'a Times>,
 }
@@ -191,7 +194,7 @@ impl Job<'_> {
         let picked: usize = self.fits.iter().map(|fit| self.picked(fit.as_ref())).sum();
         let compute = self.times.map(|times| {
             let stages = &times.stages;
-            let others: f64 = [CAPTURE, BUDGETS, VERDICT]
+            let others: f64 = [CAPTURE, BUDGETS, VERDICT, PROBE]
                 .iter()
                 .map(|stage| stages.get(stage))
                 .sum();
@@ -270,10 +273,14 @@ impl Job<'_> {
                 .memory
                 .max(self.memory.program + self.memory.kept + self.memory.verdict);
             task.mapped = self.weights.layer;
-            // The model runs twice: to find the budgets, and to measure the methods with them.
-            task.read += packed + 2 * self.weights.pass + TOKEN_BYTES * self.corpus.n_tokens() + judged;
+            // The model runs once to find the budgets, and then for all texts that pass it together.
+            let passes = 1 + self.judged.passes.len();
+            task.read += packed + passes * self.weights.pass + TOKEN_BYTES * self.corpus.n_tokens() + judged;
             task.written += judged;
-            let verdict = |times: &Times| times.stages.get(BUDGETS) + times.stages.get(VERDICT);
+            let verdict = |times: &Times| {
+                let stages = [BUDGETS, VERDICT, PROBE].map(|stage| times.stages.get(stage));
+                stages.iter().sum::<f64>()
+            };
             task.compute = self
                 .times
                 .zip(task.compute)

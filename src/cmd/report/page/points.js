@@ -5,7 +5,16 @@ const bare = (method) => method.replace(/\+tail$/, '');
 const isOracle = (method) => bare(method) === data.oracle;
 const isFull = (method) => bare(method) === 'full';
 
-/** Lists the rows of a document that have a loss as points. */
+/** Tells whether a row may be recommended: it was measured on all blocks, and passed the probe if there was one. */
+function isUsable(row, { limits, probed }) {
+  if (row.dropped_after) return false;
+  return !(limits && probed) || (row.probe !== undefined && row.probe.interval[1] <= limits.points);
+}
+
+/**
+ * Lists the rows of a document that have a loss as points. Of a verdict with limits, the upper ends of the intervals count
+ * (`most`); of an evaluation, the means.
+ */
 function pointsOf(rows, pointer, about) {
   return rows.flatMap((row, i) => (row && isNumber(row.kl) && isNumber(row.budget) && isNumber(row.bytes_read_fraction) ? [{
     ...about,
@@ -16,6 +25,10 @@ function pointsOf(rows, pointer, about) {
     kl: row.kl,
     budget: row.budget,
     interval: row.intervals?.kl,
+    most: about.limits ? row.intervals?.kl[1] ?? row.kl : row.kl,
+    usable: isUsable(row, about),
+    dropped: row.dropped_after !== undefined,
+    probe: row.probe,
     indexBits: row.index_bits_per_token,
     constant: row.constant_bytes ?? data.serving.constant_bytes[row.method] ?? 0,
     pointer: `${pointer}/${i}`,
@@ -30,8 +43,8 @@ function listSources() {
   const sources = [];
   if (METHODS) {
     const { kv, sinks, window } = METHODS;
-    const points = pointsOf(METHODS.rows, 'inspect#/methods/rows', { source: 'held-out text', kv, sinks, window });
-    sources.push({ id: 'verdict', label: 'the text held out from the calibration', points, rows: METHODS.rows, pointer: 'inspect#/methods/rows' });
+    const points = pointsOf(METHODS.rows, 'inspect#/methods/rows', { source: 'verdict', kv, sinks, window, limits: METHODS.limits ?? { points: Infinity }, probed: Boolean(METHODS.probe) });
+    sources.push({ id: 'verdict', label: 'text that nothing was fitted to', points, rows: METHODS.rows, pointer: 'inspect#/methods/rows' });
   }
   data.evals.forEach(({ file, document }, i) => {
     const [sinks, window] = [document.sinks ?? data.static_set[0], document.window ?? data.static_set[1]];
@@ -53,18 +66,18 @@ const state = { source: sources[0]?.id, limit: data.usual_kl, context: contexts.
 const source = () => sources.find((of) => of.id === state.source);
 
 /**
- * Finds, among the points within a loss, the point that lost least at the smallest target of bytes read: the rule of
- * `inspect` and `run`. A point without a target counts with what it read.
+ * Finds, among the usable points that lost at most `limit`, the point that lost least at the smallest target of bytes
+ * read: the rule of `inspect` and `run`. A point without a target counts with what it read.
  */
 function within(points, limit) {
-  const enough = points.filter((of) => !of.oracle && !isFull(of.method) && of.kl <= limit);
+  const enough = points.filter((of) => !of.oracle && !isFull(of.method) && of.usable && of.most <= limit);
   const cost = (of) => of.target ?? of.read;
   return enough.reduce((a, b) => (a && (cost(a) < cost(b) || (cost(a) === cost(b) && a.kl <= b.kl)) ? a : b), null);
 }
 
 /** Finds the point that lost least. */
 function leastLoss(points) {
-  const own = points.filter((of) => !of.oracle && !isFull(of.method));
+  const own = points.filter((of) => !of.oracle && !isFull(of.method) && !of.dropped);
   return own.reduce((a, b) => (a && a.kl <= b.kl ? a : b), null);
 }
 
@@ -123,6 +136,7 @@ function answer() {
     el('dl', { class: 'facts' },
       item('Budget', shown(`${point.pointer}/budget`, budgetText), point.budget <= 1 ? ' of the context' : ''),
       item('Loss', shown(`${point.pointer}/kl`, nats), ' nats of KL', intervalText(point)),
+      point.probe ? item('Questions', shown(`${point.pointer}/probe/accuracy`, percent), ' answered, ', shown('inspect#/methods/probe/full_accuracy', percent), ' by full attention') : null,
       item('Reads', shown(`${point.pointer}/bytes_read_fraction`, percent), ' of the bytes of full attention'),
       item('Read per token', computed(read, bytes, 'share of the bytes × bytes of the cache at this context', 'answer-read'),
         ' instead of ', computed(cache, bytes, 'bytes of the cache at this context', 'answer-full')),

@@ -1,0 +1,523 @@
+//! The measurement: every method at every share of the bytes, on the same texts and behind the same prompts.
+
+use std::path::Path;
+
+use super::VerdictFlags;
+use super::budgets::{GRID, Planned, SAMPLED_STEPS};
+use crate::artifact::{
+    Answered, Artifact, HeadLosses, Intervals, Measured, MeasuredProbe, MeasuredTexts, MethodLoss,
+    OtherLosses, Verdict,
+};
+use crate::cmd::args::Global;
+use crate::cmd::calibrate::stages::{BUDGETS, PROBE, Stages, VERDICT};
+use crate::cmd::layers_on;
+use crate::cmd::named::{self, Named};
+use crate::compute::device::Device;
+use crate::error::Result;
+use crate::kv::static_set::{SINKS, WINDOW};
+use crate::kv::{Budget, KvType};
+use crate::method::declaration::Ask;
+use crate::method::params::MethodParams;
+use crate::method::tail::with_tail;
+use crate::method::{CPU_GRANULE, Method};
+use crate::model::Decoder;
+use crate::model::tokenizer::Tokenizer;
+use crate::progress::Log;
+use crate::runner::Options;
+use crate::runner::eval::{Bootstrap, Layerwise, Metrics, Passage, Variant, VariantReport};
+use crate::runner::verdict::{
+    LEAST_ACCURACY, LEAST_QUESTIONS, Material, Probe, ProbeKind, Score, TOGETHER, Texts,
+};
+
+/// A row is dropped if its mean KL divergence after the first blocks is above this many times the limit.
+const HOPELESS: f64 = 3.0;
+
+/// What a verdict is measured with.
+pub struct Judging<'a> {
+    /// The flags.
+    pub flags: &'a VerdictFlags,
+    /// The options of every command.
+    pub global: &'a Global,
+    /// The device that runs the model.
+    pub device: &'a dyn Device,
+    /// The model.
+    pub decoder: &'a Decoder,
+    /// Its folder.
+    pub folder: &'a Path,
+    /// The texts.
+    pub material: &'a Material,
+}
+
+/// A method at a share of the bytes.
+struct Row {
+    planned: Planned,
+    /// Its losses on the blocks of text.
+    text: VariantReport,
+    /// Its losses on each of the other texts.
+    others: Vec<VariantReport>,
+    /// Whether it lost so much on the first blocks that it was not measured on the others.
+    is_dropped: bool,
+    /// Its answers to the probe.
+    score: Score,
+}
+
+impl Row {
+    /// Tells whether the row is still measured.
+    fn is_live(&self) -> bool {
+        self.planned.budget.is_some() && !self.is_dropped
+    }
+}
+
+/// A measurement that is under way.
+struct Measurement<'a> {
+    judging: &'a Judging<'a>,
+    layerwise: Layerwise<'a>,
+    named: &'a [Named],
+    methods: &'a [Box<dyn Method>],
+    rows: Vec<Row>,
+}
+
+/// The outcome of the probe: what was asked, with the score of full attention, or why nothing counts.
+type Outcome = std::result::Result<(Probe, Score), String>;
+
+impl Judging<'_> {
+    fn log(&self) -> Log {
+        self.global.log()
+    }
+
+    /// Says what will be measured on which texts.
+    fn announce(&self, names: &[String]) {
+        let texts = |of: &Texts| {
+            let beyond = match of.beyond {
+                0 => "held out".to_owned(),
+                n if n == of.passages.len() => "beyond the calibration text".to_owned(),
+                n => format!("{n} beyond the calibration text"),
+            };
+            let kind = if of.kind == "uuid" { "UUIDs" } else { "text" };
+            format!(
+                "{} x {} tokens of {kind} ({beyond})",
+                of.passages.len(),
+                of.length
+            )
+        };
+        let texts: Vec<String> = self.material.all().map(texts).collect();
+        let note = format!("verdict: {} on {}", names.join(", "), texts.join(", "));
+        self.log().note(&note);
+    }
+
+    /// Measures every method with an artifact; adds the time it takes to `stages`.
+    ///
+    /// # Errors
+    /// Activations that are not finite; an interrupt.
+    pub fn measure(&self, artifact: &Artifact, stages: &mut Stages) -> Result<Verdict> {
+        let named = self.flags.methods(artifact);
+        let params = MethodParams::default();
+        let ask = Ask {
+            artifact: Some(artifact),
+            rope: &self.decoder.rope,
+            sizes: self.decoder.config.sizes(),
+            params: &params,
+            seed: self.global.seed,
+        };
+        let prepare = |named: &Named| {
+            let method = named.method.prepare(&ask)?;
+            if named.tail {
+                with_tail(method, &ask)
+            } else {
+                Ok(method)
+            }
+        };
+        let methods: Vec<Box<dyn Method>> = named.iter().map(prepare).collect::<Result<_>>()?;
+        let layers = layers_on(self.device, self.decoder, self.global)?;
+        let names: Vec<String> = named.iter().map(Named::to_string).collect();
+        self.announce(&names);
+        let mut measurement = Measurement {
+            judging: self,
+            layerwise: Layerwise {
+                layers: layers.as_ref(),
+                options: Options {
+                    sinks: SINKS,
+                    window: WINDOW,
+                    budget: Budget::Fraction(1.0),
+                    kv: KvType::Bf16,
+                    packed: params.selfindex.layout(Some(artifact))?,
+                    granule: CPU_GRANULE,
+                },
+            },
+            named: &named,
+            methods: &methods,
+            rows: Vec::new(),
+        };
+        stages.time(BUDGETS, || measurement.plan())?;
+        stages.time(VERDICT, || measurement.read_texts())?;
+        let outcome = match Probe::is_possible(self.material.text.passages.len()) {
+            true => stages.time(PROBE, || measurement.ask())?,
+            false => Err(format!("the text has fewer than {LEAST_QUESTIONS} questions")),
+        };
+        Ok(measurement.verdict(&names, outcome))
+    }
+}
+
+impl Measurement<'_> {
+    fn log(&self) -> Log {
+        self.judging.log()
+    }
+
+    fn variant(&self, method: usize, budget: f64) -> Variant<'_> {
+        Variant {
+            method: self.methods[method].as_ref(),
+            number: named::number(self.named, method),
+            budget: Budget::Fraction(budget),
+        }
+    }
+
+    /// Names a row in messages.
+    fn name(&self, row: &Row) -> String {
+        let Planned { method, target, .. } = row.planned;
+        format!("{} at {:.0} %", self.named[method], 100.0 * target)
+    }
+
+    /// Runs `work` with a function that it calls after each layer.
+    fn with_progress<T>(
+        &self,
+        what: &str,
+        work: impl FnOnce(&mut dyn FnMut(usize)) -> Result<T>,
+    ) -> Result<T> {
+        let n_layers = self.judging.decoder.config.n_layers;
+        let progress = self.log().progress(n_layers as u64, "layers");
+        work(&mut |layer| {
+            progress.layer(layer, n_layers, what);
+            progress.advance(1);
+        })
+    }
+
+    /// Finds the budget of every method for every share, on the first block of text.
+    fn plan(&mut self) -> Result<()> {
+        let first = &self.judging.material.text.passages[0];
+        let sample = Passage {
+            steps: first.steps.min(SAMPLED_STEPS),
+            ..first.clone()
+        };
+        let grid = (0..self.methods.len()).flat_map(|m| GRID.map(|budget| (m, budget)));
+        let variants: Vec<Variant> = grid
+            .map(|(method, budget)| self.variant(method, budget))
+            .collect();
+        let reads = self.with_progress(BUDGETS, |done| self.layerwise.reads(&sample, &variants, done))?;
+        let reads: Vec<f64> = reads.into_iter().map(|share| share.unwrap_or(1.0)).collect();
+        let empty = VariantReport::new(&self.judging.decoder.config);
+        for (method, reads) in reads.chunks(GRID.len()).enumerate() {
+            for target in &self.judging.flags.verdict_reads {
+                self.rows.push(Row {
+                    planned: Planned::new(method, *target, reads),
+                    text: empty.clone(),
+                    others: vec![empty.clone(); self.judging.material.others.len()],
+                    is_dropped: false,
+                    score: Score::default(),
+                });
+            }
+        }
+        Ok(())
+    }
+
+    /// Lists the variants of the rows that are still measured.
+    fn live(&self) -> Vec<Variant<'_>> {
+        let live = self.rows.iter().filter(|row| row.is_live());
+        let budgets = live.filter_map(|row| Some((row.planned.method, row.planned.budget?)));
+        budgets
+            .map(|(method, budget)| self.variant(method, budget))
+            .collect()
+    }
+
+    /// Evaluates the rows that are still measured: per passage, a report for each of these rows, in order.
+    fn evaluate(&self, passages: &[Passage]) -> Result<Vec<Vec<VariantReport>>> {
+        let variants = self.live();
+        self.with_progress(VERDICT, |done| self.layerwise.evaluate(passages, &variants, done))
+    }
+
+    /// Adds the reports of passages to the rows.
+    fn add(&mut self, reports: Vec<Vec<VariantReport>>, to: impl Fn(&mut Row, usize) -> &mut VariantReport) {
+        for (passage, reports) in reports.into_iter().enumerate() {
+            let live = self.rows.iter_mut().filter(|row| row.is_live());
+            for (row, report) in live.zip(reports) {
+                to(row, passage).append(report);
+            }
+        }
+    }
+
+    /// Measures the losses on all texts; rows that lose much on the first blocks of text are dropped.
+    fn read_texts(&mut self) -> Result<()> {
+        let material = self.judging.material;
+        let (first, rest) = material
+            .text
+            .passages
+            .split_at(TOGETHER.min(material.text.passages.len()));
+        let reports = self.evaluate(first)?;
+        self.add(reports, |row, _| &mut row.text);
+        if !rest.is_empty() {
+            self.drop_rows(first.len());
+        }
+        // The number of each passage's texts among the other texts; none for a block of text.
+        let mut owner = vec![None; rest.len()];
+        let mut passages = rest.to_vec();
+        for (i, texts) in material.others.iter().enumerate() {
+            owner.resize(owner.len() + texts.passages.len(), Some(i));
+            passages.extend_from_slice(&texts.passages);
+        }
+        if passages.is_empty() {
+            return Ok(());
+        }
+        let reports = self.evaluate(&passages)?;
+        self.add(reports, |row, passage| match owner[passage] {
+            Some(i) => &mut row.others[i],
+            None => &mut row.text,
+        });
+        Ok(())
+    }
+
+    /// Drops the rows that have lost too much on the first blocks, and says so.
+    fn drop_rows(&mut self, blocks: usize) {
+        let most = HOPELESS * self.judging.flags.limits().kl;
+        for row in &mut self.rows {
+            row.is_dropped = row.is_live() && rounded(row.text.whole().losses.kl) > most;
+        }
+        let dropped = self.rows.iter().filter(|row| row.is_dropped);
+        let dropped: Vec<String> = dropped.map(|row| self.name(row)).collect();
+        if !dropped.is_empty() {
+            self.log().note(&format!(
+                "dropped after {blocks} blocks, with a mean KL above {most}: {}",
+                dropped.join(", ")
+            ));
+        }
+    }
+
+    /// Asks the rows that are left about facts hidden in the blocks of text, or has them copy passages.
+    fn ask(&mut self) -> Result<Outcome> {
+        let texts = &self.judging.material.text.passages;
+        if !self.rows.iter().any(Row::is_live) {
+            return Ok(Err("every method was dropped".to_owned()));
+        }
+        let mut failed = Vec::new();
+        for kind in [ProbeKind::Facts, ProbeKind::Copies] {
+            let seed = self.judging.global.seed;
+            let probe = match kind {
+                ProbeKind::Facts => self.facts(texts)?,
+                ProbeKind::Copies => Probe::copies(texts, seed),
+            };
+            let Some(probe) = probe else {
+                continue;
+            };
+            let full = self.answers(&probe)?;
+            if full.accuracy() >= LEAST_ACCURACY && full.questions() >= LEAST_QUESTIONS {
+                return Ok(Ok((probe, full)));
+            }
+            failed.push(format!("{:.0} % of the {}", 100.0 * full.accuracy(), kind.name()));
+        }
+        Ok(Err(match failed.is_empty() {
+            true => "the blocks of text are too short for questions".to_owned(),
+            false => format!("full attention answers only {}", failed.join(" and ")),
+        }))
+    }
+
+    /// Hides facts, if the model has a tokenizer.
+    fn facts(&self, texts: &[Passage]) -> Result<Option<Probe>> {
+        if !self.judging.folder.join("tokenizer.json").is_file() {
+            return Ok(None);
+        }
+        let tokenizer = Tokenizer::open(self.judging.folder, &self.judging.decoder.config)?;
+        Probe::facts(texts, &tokenizer, self.judging.global.seed)
+    }
+
+    /// Asks a probe; returns the answers of full attention, and keeps those of the rows. It ends early if full attention
+    /// answers too few questions about the first texts.
+    fn answers(&mut self, probe: &Probe) -> Result<Score> {
+        let (passages, steps) = (probe.passages(), probe.steps());
+        let mut full = Score::default();
+        self.rows.iter_mut().for_each(|row| row.score = Score::default());
+        for (i, texts) in passages.chunks(TOGETHER).enumerate() {
+            let range = i * TOGETHER..i * TOGETHER + texts.len();
+            let (variants, asked) = (self.live(), &steps[range.clone()]);
+            let answer = |done: &mut dyn FnMut(usize)| self.layerwise.answers(texts, asked, &variants, done);
+            let hits = self.with_progress(PROBE, answer)?;
+            let live = self.rows.iter_mut().filter(|row| row.is_live());
+            for (v, row) in live.enumerate() {
+                let of_row: Vec<&[[bool; 2]]> = hits.iter().map(|hits| &hits[v][..]).collect();
+                let [own, exact] = probe.score(range.clone(), &of_row);
+                row.score.append(own);
+                if v == 0 {
+                    full.append(exact);
+                }
+            }
+            if full.accuracy() < LEAST_ACCURACY {
+                break;
+            }
+        }
+        Ok(full)
+    }
+
+    /// Collects the results.
+    fn verdict(&self, names: &[String], outcome: Outcome) -> Verdict {
+        let material = self.judging.material;
+        let texts = |of: &Texts| MeasuredTexts {
+            kind: of.kind.to_owned(),
+            length: of.length,
+            blocks: of.passages.len(),
+            beyond: of.beyond,
+            steps: of.passages.iter().map(|passage| passage.steps).sum(),
+        };
+        let texts: Vec<MeasuredTexts> = material.all().map(texts).collect();
+        let bootstrap = Bootstrap::new(material.text.passages.len(), self.judging.global.seed);
+        let results = Results {
+            head_dim: self.judging.decoder.config.head_dim,
+            material,
+            bootstrap: bootstrap.as_ref(),
+            full: outcome.as_ref().ok().map(|(_, full)| full),
+        };
+        let rows = self.rows.iter().map(|row| {
+            let oracle = self.named[row.planned.method].method.as_str() == super::ORACLE;
+            results.row(row, &names[row.planned.method], oracle)
+        });
+        let probe = outcome.as_ref().ok().map(|(probe, full)| MeasuredProbe {
+            kind: probe.kind.key().to_owned(),
+            length: probe.length,
+            texts: probe.texts(),
+            questions: full.questions(),
+            full_accuracy: rounded(full.accuracy()),
+        });
+        Verdict {
+            blocks: texts[0].blocks,
+            steps: texts[0].steps,
+            sinks: SINKS,
+            window: WINDOW,
+            kv: KvType::Bf16.as_str().to_owned(),
+            rows: rows.collect(),
+            limits: Some(self.judging.flags.limits()),
+            not_probed: outcome.err(),
+            probe,
+            texts,
+        }
+    }
+}
+
+/// What the results of a row are computed from.
+struct Results<'a> {
+    head_dim: usize,
+    material: &'a Material,
+    /// Resamples of the blocks of text, if there are enough blocks.
+    bootstrap: Option<&'a Bootstrap>,
+    /// The answers of full attention to the probe, if it counts.
+    full: Option<&'a Score>,
+}
+
+impl Results<'_> {
+    fn read(&self, report: &VariantReport) -> Option<f64> {
+        report.counts.bytes_fraction(KvType::Bf16, self.head_dim)
+    }
+
+    /// Collects the results of a row.
+    fn row(&self, row: &Row, name: &str, oracle: bool) -> MethodLoss {
+        let budget = row.planned.budget;
+        let read = budget.and_then(|_| self.read(&row.text));
+        MethodLoss {
+            method: name.to_owned(),
+            oracle,
+            reads_target: row.planned.target,
+            bytes_read_fraction: rounded(read.unwrap_or(row.planned.least)),
+            measured: budget.map(|budget| Measured {
+                dropped_after: row.is_dropped.then_some(row.text.blocks()),
+                intervals: self.intervals(row),
+                others: self.others(row),
+                probe: self.answered(row),
+                ..measured(budget, &row.text)
+            }),
+        }
+    }
+
+    fn intervals(&self, row: &Row) -> Option<Intervals> {
+        let bootstrap = self.bootstrap.filter(|_| row.is_live())?;
+        let losses = |blocks: &[usize]| {
+            let losses = row.text.of_blocks(blocks).losses;
+            [losses.kl, losses.kl_p99, losses.top1_equal]
+        };
+        let [kl, kl_p99, top1_equal] = bootstrap.intervals(losses).map(|of| of.map(rounded));
+        Some(Intervals {
+            kl,
+            kl_p99,
+            top1_equal,
+        })
+    }
+
+    fn others(&self, row: &Row) -> Vec<OtherLosses> {
+        let all = self.material.others.iter().zip(&row.others);
+        let measured = all.filter(|(_, report)| report.blocks() > 0);
+        let loss = |(texts, report): (&Texts, &VariantReport)| {
+            let losses = report.whole().losses;
+            OtherLosses {
+                kind: texts.kind.to_owned(),
+                length: texts.length,
+                bytes_read_fraction: rounded(self.read(report).unwrap_or(1.0)),
+                kl: rounded(losses.kl),
+                kl_p99: rounded(losses.kl_p99),
+                top1_equal: rounded(losses.top1_equal),
+            }
+        };
+        measured.map(loss).collect()
+    }
+
+    fn answered(&self, row: &Row) -> Option<Answered> {
+        let full = self.full.filter(|_| row.is_live())?;
+        let (points, interval) = row.score.points_below(full, self.bootstrap);
+        Some(Answered {
+            accuracy: rounded(row.score.accuracy()),
+            points_below: rounded(points),
+            interval: interval.unwrap_or([points; 2]).map(rounded),
+        })
+    }
+}
+
+/// Collects the measurements of a report.
+fn measured(budget: f64, report: &VariantReport) -> Measured {
+    let whole = report.whole();
+    let heads = |of: fn(&Metrics) -> f64| {
+        let layer = |heads: &Vec<_>| heads.iter().map(|head| rounded(of(head))).collect();
+        report.heads.iter().map(layer).collect()
+    };
+    let losses = whole.losses;
+    Measured {
+        budget,
+        kl: rounded(losses.kl),
+        kl_median: rounded(losses.kl_median),
+        kl_p99: rounded(losses.kl_p99),
+        top1_equal: rounded(losses.top1_equal),
+        perplexity_ratio: rounded(losses.perplexity_ratio),
+        recall: rounded(whole.choices.recall.into()),
+        mass: rounded(whole.choices.mass.into()),
+        output_error: rounded(whole.choices.output_error.into()),
+        index_bits_per_token: rounded(report.index_bits_per_token()),
+        heads: HeadLosses {
+            recall: heads(|head| head.recall.into()),
+            mass: heads(|head| head.mass.into()),
+            output_error: heads(|head| head.output_error.into()),
+        },
+        dropped_after: None,
+        intervals: None,
+        others: Vec::new(),
+        probe: None,
+    }
+}
+
+/// Rounds to five significant digits, so that the last bits of sums, which depend on order and threads, are not stored.
+fn rounded(x: f64) -> f64 {
+    format!("{x:.4e}").parse().unwrap_or(x)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn five_digits_stay() {
+        assert_eq!(rounded(0.123_456_78), 0.12346);
+        assert_eq!(rounded(0.0), 0.0);
+        assert_eq!(rounded(12_345_678.0), 12_346_000.0);
+    }
+}
