@@ -2,19 +2,20 @@
 
 use std::ffi::OsString;
 
+use clap::error::{ContextKind, ContextValue, ErrorKind};
 use clap::parser::ValueSource;
 use clap::{ArgMatches, CommandFactory, FromArgMatches, Parser, Subcommand};
 
 use crate::cmd::args::Global;
 use crate::cmd::sections::SectionCommand;
 use crate::cmd::{
-    bench, calibrate, completions, dump, eval, gpu_check, inspect, merge, moments, pack, plan, print_failure,
-    print_refusal, removed, report, run, status, verdict,
+    bench, calibrate, completions, dump, eval, examples, gpu_check, inspect, merge, moments, pack, plan,
+    print_failure, print_refusal, removed, report, run, status, verdict,
 };
 use crate::compute::cuda::kernels;
 use crate::error::{Error, Result};
 use crate::method::sections::SECTIONS;
-use crate::progress::say_error;
+use crate::progress::{say_error, say_hint};
 
 /// Make a language model read less of its KV cache: calibrate an index, measure what it loses, and generate with it.
 #[derive(Parser, Debug)]
@@ -113,7 +114,14 @@ impl Cli {
                 });
             }
         }
-        command.mut_subcommands(named_and_headed)
+        command.mut_subcommands(|command| {
+            let examples = examples::of(command.get_name());
+            let command = named_and_headed(command);
+            match examples {
+                Some(examples) => command.after_help(examples),
+                None => command,
+            }
+        })
     }
 }
 
@@ -137,28 +145,71 @@ fn named_and_headed(command: clap::Command) -> clap::Command {
     })
 }
 
-/// Prints why a command line could not be read; also as a document on stdout if it asks for `--json`.
-pub fn refuse(arguments: &[OsString], e: &clap::Error) {
+/// Exit code of a command line that cannot be read.
+const WRONG_USE: u8 = 2;
+
+/// Prints why a command line could not be read, also as a document on stdout if it asks for `--json`, or the help or
+/// version that it asks for. Returns the exit code.
+pub fn refuse(arguments: &[OsString], e: &clap::Error) -> u8 {
     let command = Cli::described();
     let mut words = arguments.iter().skip(1).filter_map(|argument| argument.to_str());
     let known = words.find(|word| command.find_subcommand(word).is_some());
     let known = known.unwrap_or_default();
     let removed = removed::explain(known, e);
+    let hint = hint(e);
     match &removed {
         Some(error) => say_error(error),
-        // If the terminal is gone, there is nobody to tell.
-        None => e.print().unwrap_or_default(),
+        None if !e.use_stderr() => {
+            return match e.print() {
+                Ok(()) => 0,
+                Err(source) => {
+                    let error = Error::stdout(&source);
+                    say_error(&error);
+                    error.exit_code()
+                }
+            };
+        }
+        None => {
+            // If the terminal is gone, there is nobody to tell.
+            e.print().unwrap_or_default();
+            if let Some(hint) = hint {
+                say_hint(hint);
+            }
+        }
     }
-    if !e.use_stderr() || !arguments.iter().any(|argument| argument == "--json") {
-        return;
+    if !arguments.iter().any(|argument| argument == "--json") {
+        return WRONG_USE;
     }
     let error = removed.unwrap_or_else(|| {
         let text = e.render().to_string();
         let first = text.split("\n\n").next().unwrap_or_default();
         let message = first.strip_prefix("error: ").unwrap_or(first).trim_end();
-        Error::usage(message).hint("see `kvsmith --help` or `kvsmith COMMAND --help`")
+        Error::usage(message).hint(hint.unwrap_or("see `kvsmith --help` or `kvsmith COMMAND --help`"))
     });
     let _ = print_refusal(known, &error);
+    WRONG_USE
+}
+
+/// Returns what to do about common mistakes.
+fn hint(e: &clap::Error) -> Option<&'static str> {
+    let named = |kind: ContextKind| match e.get(kind) {
+        Some(ContextValue::String(text)) => vec![text.as_str()],
+        Some(ContextValue::Strings(texts)) => texts.iter().map(String::as_str).collect(),
+        _ => Vec::new(),
+    };
+    let arguments = named(ContextKind::InvalidArg);
+    match e.kind() {
+        ErrorKind::MissingRequiredArgument if arguments.contains(&"<ART>") => {
+            Some("put ART before --text and --dump, which take all words that follow, or after --")
+        }
+        ErrorKind::UnknownArgument if arguments.iter().any(|text| !text.starts_with('-')) => {
+            Some("put text with spaces in quotes, and write lists without spaces, as in --budgets 0.05,0.1")
+        }
+        ErrorKind::UnknownArgument if arguments.contains(&"--positions") => {
+            Some("--context sets the number of positions")
+        }
+        _ => None,
+    }
 }
 
 /// Lists the words of the subcommand.
@@ -225,8 +276,8 @@ pub enum Command {
     GpuCheck(gpu_check::Args),
     /// Print a shell completion script
     Completions(completions::Args),
-    /// Print the manual page
-    Man,
+    /// Print the manual page of kvsmith or of a command
+    Man(completions::ManArgs),
 }
 
 /// The most threads; a larger number is taken for a mistake.
@@ -281,6 +332,29 @@ fn start(cli: &Cli) -> Result<()> {
         Command::Bench(args) => bench::run(args, global),
         Command::GpuCheck(args) => gpu_check::run(args, global),
         Command::Completions(args) => completions::run(args, Cli::described()),
-        Command::Man => completions::man(&Cli::described()),
+        Command::Man(args) => completions::man(args, &Cli::described()),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// What the help shows can be typed.
+    #[test]
+    fn examples_are_command_lines() {
+        for (command, lines) in examples::EXAMPLES {
+            for line in lines {
+                let typed = line.split(" | ").next().unwrap_or_default();
+                let words = typed.split_whitespace().map(OsString::from);
+                let read = Cli::read(words);
+                assert!(
+                    read.is_ok(),
+                    "{line}: {}",
+                    read.err().map_or(String::new(), |e| e.to_string())
+                );
+                assert_eq!(read.ok().map(|cli| cli.global.command).as_deref(), Some(command));
+            }
+        }
     }
 }

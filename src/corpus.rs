@@ -3,6 +3,7 @@
 mod documents;
 mod holdout;
 mod manifest;
+mod source;
 
 use std::ops::Range;
 use std::path::{Path, PathBuf};
@@ -33,7 +34,7 @@ pub struct CorpusOptions {
     /// Most tokens of text; does not apply to [`CorpusSource::Tokens`].
     pub max_tokens: usize,
     /// Tokens of random UUIDs to add; [`CorpusSource::Tokens`] gets none.
-    pub uuid_tokens: usize,
+    pub uuid_tokens: Option<usize>,
     /// Share of the text blocks, and of the UUID blocks, that no statistic and no fit may use.
     pub holdout: f64,
     /// Seed of the UUIDs and of the draw of held-out blocks.
@@ -41,11 +42,20 @@ pub struct CorpusOptions {
 }
 
 impl CorpusOptions {
+    /// Returns the number of UUID tokens to add to so many tokens of text.
+    pub fn uuids(&self, text: usize) -> usize {
+        let [most, share] = UUIDS;
+        self.uuid_tokens.unwrap_or(most.min(text / share))
+    }
+
     /// Returns the most tokens per block for a model.
     pub fn block_length(&self, config: &ModelConfig) -> usize {
         self.seq_len.unwrap_or(config.max_position_embeddings.min(16_384))
     }
 }
+
+/// The most UUID tokens that are added by default, and how many tokens of text there are for each.
+const UUIDS: [usize; 2] = [16_384, 5];
 
 /// How many tokens are wanted in addition to the calibration text.
 #[derive(Clone, Copy, Debug, Default)]
@@ -63,6 +73,8 @@ pub struct Reserve {
     pub text: Vec<u32>,
     /// Other random UUIDs than those of the calibration text; none if it has none.
     pub uuids: Vec<u32>,
+    /// Whether the files have more text than the calibration takes.
+    pub is_cut: bool,
 }
 
 /// The token ids of the calibration input in blocks; every block starts at position 0.
@@ -110,28 +122,36 @@ impl Corpus {
     ) -> Result<(Self, Reserve)> {
         let seq_len = options.block_length(config);
         check(seq_len, options)?;
-        if options.uuid_tokens > MAX_UUID_TOKENS {
-            let what = format!(
-                "--uuid-tokens {} is out of range: expected at most {MAX_UUID_TOKENS}",
-                options.uuid_tokens
-            );
+        if let Some(given) = options.uuid_tokens.filter(|given| *given > MAX_UUID_TOKENS) {
+            let what = format!("--uuid-tokens {given} is out of range: expected at most {MAX_UUID_TOKENS}");
             return Err(Error::usage(what).hint("use a smaller number; a few tens of thousands are enough"));
         }
         let (text, uuids, reserve) = match source {
             CorpusSource::Tokens(path) => (read_tokens(path)?, Vec::new(), Reserve::default()),
             CorpusSource::Text(files) => {
                 let tokenizer = Tokenizer::open(model_dir, config)?;
-                let (text, rest) = files.tokenise(model_dir, &tokenizer, options.max_tokens, beyond.text)?;
+                let read = files.tokenise(model_dir, &tokenizer, options.max_tokens, beyond.text)?;
                 let uuids = |stream, count| uuid_document(&tokenizer, options.seed, stream, count);
-                let others = if options.uuid_tokens > 0 { beyond.uuids } else { 0 };
+                let uuid_tokens = options.uuids(read.documents.iter().map(Vec::len).sum());
+                let others = if uuid_tokens > 0 { beyond.uuids } else { 0 };
                 let reserve = Reserve {
-                    text: rest,
+                    text: read.beyond,
                     uuids: uuids(RESERVE_STREAM, others)?,
+                    is_cut: read.is_cut,
                 };
-                (text, uuids(UUID_STREAM, options.uuid_tokens)?, reserve)
+                (read.documents, uuids(UUID_STREAM, uuid_tokens)?, reserve)
             }
         };
         Ok((Self::cut(&text, uuids, seq_len, options)?, reserve))
+    }
+
+    /// Counts the tokens that are not those of UUIDs.
+    pub fn n_text_tokens(&self) -> usize {
+        let text_blocks = self.documents.as_ref().map(|of| of.text_blocks);
+        match text_blocks.filter(|n| *n < self.n_blocks()) {
+            Some(first) => self.block(first).start,
+            None => self.n_tokens(),
+        }
     }
 
     /// Cuts documents and UUIDs into blocks of at most `seq_len` tokens and draws the held-out ones.

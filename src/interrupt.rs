@@ -1,15 +1,24 @@
 //! Ctrl-C: the first signal asks the running work to stop at its next safe point, and ends the program if that takes too
-//! long; the second ends it at once.
+//! long; the second ends it at once. While a chat replies to a person, the first Ctrl-C ends the reply alone.
 
 use std::ops::ControlFlow;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
+
+use signal_hook::iterator::Signals;
 
 use crate::error::{Error, Result};
 use crate::progress::say;
 use crate::unfinished;
 
 static STOP: AtomicBool = AtomicBool::new(false);
+
+/// Whether the first Ctrl-C ends a reply, and whether it has.
+static REPLIES: AtomicBool = AtomicBool::new(false);
+static REPLY_ENDS: AtomicBool = AtomicBool::new(false);
+
+/// Whether a result is being saved, which is not cut short.
+static SAVING: AtomicBool = AtomicBool::new(false);
 
 /// How long the running work may take to reach its next safe point before the program ends.
 const GRACE: Duration = Duration::from_secs(3);
@@ -19,31 +28,82 @@ const GRACE: Duration = Duration::from_secs(3);
 ///
 /// A signal that the parent process told this one to ignore stays ignored, as `nohup` expects.
 pub fn install() {
-    let handler = || {
-        if STOP.swap(true, Ordering::SeqCst) {
-            end();
-        }
-        let late = || {
-            std::thread::sleep(GRACE);
-            end()
-        };
-        // If no thread can be started, this thread waits instead, and a second signal has no effect.
-        if std::thread::Builder::new().spawn(late).is_err() {
-            late();
-        }
-    };
-    let ignored: Vec<libc::c_int> = [libc::SIGINT, libc::SIGTERM, libc::SIGHUP]
-        .into_iter()
-        .filter(|s| is_ignored(*s))
-        .collect();
-    if let Err(e) = ctrlc::set_handler(handler) {
+    let signals = [libc::SIGINT, libc::SIGTERM, libc::SIGHUP];
+    let installed = Signals::new(signals.into_iter().filter(|signal| !is_ignored(*signal)));
+    let installed = installed.and_then(|mut signals| {
+        let wait = move || signals.forever().for_each(received);
+        std::thread::Builder::new().name("ctrl-c".to_owned()).spawn(wait)
+    });
+    if let Err(e) = installed {
         say(&format!(
             "warning: Ctrl-C will end the program without removing temporary files: {e}"
         ));
     }
-    for signal in ignored.into_iter().chain([libc::SIGXFSZ]) {
-        // SAFETY: SIG_IGN is a valid disposition of these signals.
-        unsafe { libc::signal(signal, libc::SIG_IGN) };
+    // SAFETY: SIG_IGN is a valid disposition of this signal.
+    unsafe { libc::signal(libc::SIGXFSZ, libc::SIG_IGN) };
+}
+
+/// Does what a signal asks for, on a thread of its own.
+fn received(signal: libc::c_int) {
+    let ends_reply = signal == libc::SIGINT && REPLIES.load(Ordering::SeqCst);
+    if ends_reply && !REPLY_ENDS.swap(true, Ordering::SeqCst) {
+        return;
+    }
+    if STOP.swap(true, Ordering::SeqCst) {
+        end();
+    }
+    let late = || {
+        std::thread::sleep(GRACE);
+        while SAVING.load(Ordering::SeqCst) {
+            std::thread::sleep(GRACE / 10);
+        }
+        end()
+    };
+    // If no thread can be started, this thread waits instead, and a second signal has no effect.
+    if std::thread::Builder::new().spawn(late).is_err() {
+        late();
+    }
+}
+
+/// The saving of a result. While it lives, the program does not end because its work takes long to stop; a second signal
+/// still ends it.
+pub struct Saving(());
+
+impl Saving {
+    /// Begins to save a result.
+    pub fn begin() -> Self {
+        SAVING.store(true, Ordering::SeqCst);
+        Self(())
+    }
+}
+
+impl Drop for Saving {
+    fn drop(&mut self) {
+        SAVING.store(false, Ordering::SeqCst);
+    }
+}
+
+/// A reply to a person. While it lives, the first Ctrl-C ends this reply and not the program.
+pub struct Reply(());
+
+impl Reply {
+    /// Begins a reply.
+    pub fn begin() -> Self {
+        REPLY_ENDS.store(false, Ordering::SeqCst);
+        REPLIES.store(true, Ordering::SeqCst);
+        Self(())
+    }
+
+    /// Tells whether the person asked to end the reply, and not the program.
+    pub fn is_ended(&self) -> bool {
+        REPLY_ENDS.load(Ordering::SeqCst) && !STOP.load(Ordering::SeqCst)
+    }
+}
+
+impl Drop for Reply {
+    fn drop(&mut self) {
+        REPLIES.store(false, Ordering::SeqCst);
+        REPLY_ENDS.store(false, Ordering::SeqCst);
     }
 }
 
@@ -64,9 +124,9 @@ fn is_ignored(signal: libc::c_int) -> bool {
     }
 }
 
-/// Says whether the user asked to stop.
+/// Says whether the user asked to stop the running work.
 pub fn requested() -> bool {
-    STOP.load(Ordering::SeqCst)
+    STOP.load(Ordering::SeqCst) || REPLY_ENDS.load(Ordering::SeqCst)
 }
 
 /// Fails if the user asked to stop.

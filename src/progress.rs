@@ -2,9 +2,10 @@
 
 use std::borrow::Cow;
 use std::io::{IsTerminal, Write};
-use std::sync::Mutex;
+use std::sync::{Mutex, OnceLock};
 use std::time::Duration;
 
+use console::Color;
 use indicatif::{HumanCount, HumanDuration, ProgressBar, ProgressDrawTarget, ProgressState, ProgressStyle};
 
 use crate::error::{Error, Kind};
@@ -12,26 +13,60 @@ use crate::error::{Error, Kind};
 /// Writes a line to stderr with its control characters escaped; a failed write is ignored, since there is nowhere to
 /// report it. On a terminal, lines are broken between words.
 pub fn say(text: &str) {
+    let _ = writeln!(std::io::stderr(), "{}", shown(text));
+}
+
+/// Makes a text ready for stderr.
+fn shown(text: &str) -> Cow<'_, str> {
     let text = harmless(text);
-    let text = match std::io::stderr().is_terminal() {
-        true => Cow::Owned(wrapped(&text, COLUMNS)),
+    match std::io::stderr().is_terminal() {
+        true => Cow::Owned(wrapped(&text, columns())),
         false => text,
-    };
-    let _ = writeln!(std::io::stderr(), "{text}");
+    }
+}
+
+/// Writes a message that begins with what it is, which has a colour on terminals that show colours.
+fn say_as(what: &str, colour: Color, text: &str) {
+    let label = format!("{what}:");
+    let line = shown(&format!("{label} {text}")).into_owned();
+    let rest = line.strip_prefix(&label).unwrap_or(&line);
+    let label = console::style(label.as_str()).fg(colour).bold().for_stderr();
+    let _ = writeln!(std::io::stderr(), "{label}{rest}");
 }
 
 /// Writes an error and its hint; nothing if stdout was closed, which ends the program silently.
 pub fn say_error(error: &Error) {
     if error.kind() != Kind::Closed {
-        say(&format!("error: {error}"));
+        say_as("error", Color::Red, &error.to_string());
     }
     if let Some(hint) = error.advice() {
-        say(&format!("hint: {hint}"));
+        say_hint(hint);
     }
 }
 
-/// Longest line of messages and tables, as far as words and names allow it.
+/// Writes what to do about an error.
+pub fn say_hint(hint: &str) {
+    say_as("hint", Color::Cyan, hint);
+}
+
+/// Longest line of messages and tables that are not for a terminal, as far as words and names allow it.
 pub const COLUMNS: usize = 80;
+
+/// Longest line on a wide terminal.
+const MOST_COLUMNS: usize = 120;
+
+/// Returns the length of the longest line: the width of the terminal, if there is one.
+pub fn columns() -> usize {
+    static COUNTED: OnceLock<usize> = OnceLock::new();
+    *COUNTED.get_or_init(|| {
+        let terminals = [console::Term::stdout(), console::Term::stderr()];
+        let mut sizes = terminals.iter().filter_map(console::Term::size_checked);
+        let width = sizes.next().map(|(_, columns)| usize::from(columns));
+        width
+            .filter(|columns| *columns > 0)
+            .map_or(COLUMNS, |columns| columns.min(MOST_COLUMNS))
+    })
+}
 
 /// Breaks the lines of a text between words, so that they have at most `columns` characters; what follows a break is
 /// indented by two more spaces than its line. Words that are longer stay whole.
@@ -62,10 +97,11 @@ fn wrapped_line(line: &str, columns: usize) -> String {
     out
 }
 
-/// Escapes the control characters of a text except for line breaks and tabs: names and metadata come from files, and a
-/// terminal would obey them.
+/// Escapes the control characters of a text except for line breaks and tabs, and the marks that change the direction of
+/// writing: names and metadata come from files, and a terminal would obey them.
 pub fn harmless(text: &str) -> Cow<'_, str> {
-    let obeyed = |c: char| c.is_control() && c != '\n' && c != '\t';
+    let turns = |c: char| matches!(c, '\u{61c}' | '\u{200e}' | '\u{200f}' | '\u{202a}'..='\u{202e}' | '\u{2066}'..='\u{2069}');
+    let obeyed = |c: char| c.is_control() && c != '\n' && c != '\t' || turns(c);
     if !text.contains(obeyed) {
         return Cow::Borrowed(text);
     }
@@ -139,7 +175,7 @@ impl Log {
     /// Prints a warning, also under `-q`.
     pub fn warn(&self, text: &str) {
         if self.verbosity > Verbosity::Silent {
-            say(&format!("warning: {text}"));
+            say_as("warning", Color::Yellow, text);
         }
     }
 

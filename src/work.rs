@@ -58,6 +58,14 @@ const HIDDEN: &str = "hidden.safetensors";
 /// Rows of hidden states per write.
 const ROWS: usize = 1024;
 
+/// Counts the finished layers of a work folder, and all of its layers; `None` for other folders.
+pub fn progress(dir: &Path) -> Option<[usize; 2]> {
+    let files = Folder::marked(dir, &KIND)?;
+    let layers = files.iter().filter(|name| is_layer_file(name));
+    let done = layers.clone().filter(|name| dir.join(name).is_file());
+    Some([done.count(), layers.count()])
+}
+
 impl WorkFolder {
     /// Opens the folder for a run with this `identity` on a model with `n_layers` layers.
     ///

@@ -417,7 +417,7 @@ fn constant_heads_are_marked_and_attended_in_full() {
         let warning = format!("warning: section `{section}`, layer 1, KV head 1: all keys are equal");
         assert!(made.stderr.contains(&warning), "{}", made.stderr);
     }
-    let shown = kvsmith(&format!("inspect --verify --model {model} {out}"))
+    let shown = kvsmith(&format!("inspect -v --verify --model {model} {out}"))
         .ok()
         .stdout;
     assert_eq!(

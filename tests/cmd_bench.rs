@@ -168,7 +168,7 @@ fn what_cannot_be_timed_is_refused() {
     kvsmith("bench retrieve --device wgpu").fails(3, "wgpu", "--device cpu");
     for device in ["cpu", "wgpu"] {
         let decode = format!("bench decode --device {device}");
-        kvsmith(&decode).fails(3, "needs an NVIDIA GPU", "--device cuda");
+        kvsmith(&decode).fails(3, "needs an NVIDIA GPU", "kvsmith run");
     }
     kvsmith("bench decode --methods lfps --device cuda").fails(2, "lfps", "a2ats");
     kvsmith("bench decode --kv 2bit --device cuda").fails(2, "2bit", "--device cpu");

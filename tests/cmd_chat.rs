@@ -764,3 +764,79 @@ fn a_person_edits_lines_and_calls_them_back() {
         assert_eq!(told["turns"][turn]["ids"], asked["turns"][turn]["ids"], "{turn}");
     }
 }
+
+/// Ctrl-C ends a reply and not the chat; at the prompt, it ends the chat.
+#[test]
+fn a_person_ends_a_reply() {
+    let chat = Chat::new(&[("<|im_start|>", 50), ("<|im_end|>", 51)]);
+    chat.template(CHATML);
+    let run = format!(
+        "run --model {} --max-new 1000000 --beyond-context --chat --json --ignore-eos",
+        chat.model
+    );
+    let mut terminal = Terminal::start(&run);
+    terminal.types("", "/help for the commands");
+    terminal.types("", "> ");
+    for turn in ["turn 1:", "turn 2:"] {
+        terminal.types("hello\r", "hello");
+        // The reply is under way, whether it has begun or not.
+        std::thread::sleep(std::time::Duration::from_millis(400));
+        terminal.types("\x03", turn);
+    }
+    terminal.types("\x03", "KV rows read");
+    // Lines are broken between words.
+    let screen = terminal.screen.lock().unwrap().clone();
+    let words: Vec<&str> = screen.split_whitespace().collect();
+    assert_eq!(words.join(" ").matches("ended by Ctrl-C").count(), 2, "{screen}");
+    let told = Outcome::of(terminal.child.wait_with_output().unwrap());
+    assert_eq!(told.code, Some(130), "{}", told.stderr);
+    let told: Value = serde_json::from_str(&told.stdout).unwrap();
+    let turns = told["turns"].as_array().unwrap();
+    assert_eq!(turns.len(), 2);
+    for turn in turns {
+        assert_eq!(turn["stop_reason"], "interrupted");
+        let tokens = turn["ids"].as_array().unwrap().len();
+        assert!((1..1_000_000).contains(&tokens), "{tokens}");
+    }
+    // SIGTERM ends the program in the middle of a reply.
+    let mut terminal = Terminal::start(&run);
+    terminal.types("", "> ");
+    terminal.types("hello\r", "hello");
+    std::thread::sleep(std::time::Duration::from_millis(400));
+    send(&terminal.child, libc::SIGTERM);
+    let told = Outcome::of(terminal.child.wait_with_output().unwrap());
+    assert_eq!(told.code, Some(130));
+}
+
+/// A reply that was cut says where.
+#[test]
+fn a_reply_ends_at_the_models_context() {
+    let chat = Chat::new(&[("<|im_start|>", 50), ("<|im_end|>", 51)]);
+    chat.template(CHATML);
+    let cut = chat.run("--chat --json --ignore-eos --max-new 3", "hello\n").ok();
+    assert!(cut.stderr.contains("cut at --max-new"), "{}", cut.stderr);
+    assert_eq!(cut.json()["stop_reason"], "length");
+    let whole = chat
+        .run("--chat --json --ignore-eos --max-new 100000", "hello\n")
+        .ok();
+    assert!(
+        whole.stderr.contains("cut at the model's context"),
+        "{}",
+        whole.stderr
+    );
+    let whole = whole.json();
+    assert_eq!(whole["stop_reason"], "context");
+    let context = {
+        let config = std::fs::read_to_string(format!("{}/config.json", chat.model)).unwrap();
+        let config: Value = serde_json::from_str(&config).unwrap();
+        config["max_position_embeddings"].as_u64().unwrap()
+    };
+    let tokens = whole["ids"].as_array().unwrap().len() as u64 + whole["prompt_tokens"].as_u64().unwrap();
+    // The last token is not fed.
+    assert_eq!(tokens, context + 1);
+    let beyond = chat.run(
+        "--chat --json --ignore-eos --beyond-context --max-new 700",
+        "hello\n",
+    );
+    assert_eq!(beyond.ok().json()["ids"].as_array().unwrap().len(), 700);
+}

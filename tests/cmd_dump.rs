@@ -219,7 +219,7 @@ fn a_large_document_is_never_held_out_as_a_whole() {
         json!([{ "kind": "text", "blocks": 5, "fitted_tokens": 256, "held_out_tokens": 64 }])
     );
     let art = scratch.make("art", &format!("signs --dump {out}"));
-    let shown = kvsmith(&format!("inspect {art}")).ok().stdout;
+    let shown = kvsmith(&format!("inspect {art} -v")).ok().stdout;
     assert!(shown.contains("text: 256 tokens fitted, 64 held out"), "{shown}");
     assert!(
         shown.contains("document in block 4: 64 tokens fitted, 0 held out"),
@@ -232,7 +232,7 @@ fn a_large_document_is_never_held_out_as_a_whole() {
         calibration.remove("documents");
     });
     let old = scratch.make("old", &format!("priors --dump {out}"));
-    let shown = kvsmith(&format!("inspect {old}")).ok().stdout;
+    let shown = kvsmith(&format!("inspect {old} -v")).ok().stdout;
     assert!(!shown.contains("fitted,"), "{shown}");
     scratch.make("joined", &format!("pack {art} {old} --model {model}"));
     // What a manifest says must be so.

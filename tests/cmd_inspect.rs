@@ -31,7 +31,7 @@ fn json_has_the_contracts_keys() {
     let section = &json["sections"]["a2ats"];
     assert_eq!(
         (&section["codebook_size"], &section["wrope_position"]),
-        (&json!(4), &json!(2048))
+        (&json!(4), &json!(256))
     );
     let digests: Vec<&String> = section["sha256"].as_object().unwrap().keys().collect();
     assert_eq!(
@@ -104,7 +104,7 @@ fn layer_and_head_choose_rows() {
 #[test]
 fn text_names_what_matters() {
     let (_scratch, artifact) = artifact();
-    let table = kvsmith(&format!("inspect {artifact}")).ok().stdout;
+    let table = kvsmith(&format!("inspect {artifact} -v")).ok().stdout;
     for part in [
         "qwen2",
         "3 layers",
@@ -200,7 +200,7 @@ fn weak_heads_are_listed_and_others_are_not() {
                 }
             }
         });
-        inspect(&edited, "")
+        inspect(&edited, "-v")
     };
     let fine = change(false);
     for list in lists {
@@ -256,17 +256,17 @@ fn the_verdict_names_heads() {
             }
         }
     });
-    let told = kvsmith(&format!("inspect {edited}")).ok().stdout;
+    let told = kvsmith(&format!("inspect {edited} -v")).ok().stdout;
     let after = |heading: &str| {
         let mut lines = told.lines().skip_while(|line| !line.contains(heading)).skip(1);
         lines.next().unwrap_or_default().trim().to_owned()
     };
     assert_eq!(
         after("largest output error"),
-        "layer 2  head 1  output error 75.0 %, read 25.0 % of the attention mass",
+        "layer 2  head 1  output error 75.0 %, attends to 25.0 % of the attention mass",
         "{told}"
     );
-    assert_eq!(after("no gain"), "layer/head 1/0", "{told}");
+    assert_eq!(after("that gain nothing"), "layer/head 1/0", "{told}");
     assert_eq!(after("sinks alone"), "layer/head 0/1", "{told}");
     let one = kvsmith(&format!("inspect {edited} --layer 2 --head 1"))
         .ok()
@@ -289,7 +289,7 @@ fn buckets_are_shown_and_checked() {
     let command =
         format!("calibrate --size 4 --positions buckets --seq-len 64 --model {model} --tokens {tokens}");
     let artifact = scratch.make("art.safetensors", &command);
-    let shown = kvsmith(&format!("inspect --verify --model {model} {artifact}"))
+    let shown = kvsmith(&format!("inspect -v --verify --model {model} {artifact}"))
         .ok()
         .stdout;
     let edges = "distances in buckets from 0, 2, 3, 5, 9, 14, 24, 39, 64";

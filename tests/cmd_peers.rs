@@ -50,7 +50,7 @@ fn sections_are_made_on_request_alone() {
     run(&asked, "--method doublesparsity --ds-channels 17").fails(2, "17", "from 1 to 16");
     run(&asked, "--method doublesparsity --ds-channels 0").fails(2, "--ds-channels", "");
     // The sections of peers give no default method.
-    assert_eq!(run(&asked, "--budget 7").json()["method"], "a2ats");
+    assert_eq!(run(&asked, "--budget 7").json()["method"], "wpq");
     let shown = kvsmith(&format!("inspect -v {asked}")).ok().stdout;
     for part in [
         "in d/8",

@@ -190,12 +190,12 @@ fn the_recommendation_is_that_of_inspect() {
     let of = files();
     let data = data_of(&of.page);
     let row = &data["inspect"]["methods"]["rows"][data["recommended"].as_u64().unwrap() as usize];
-    let text = kvsmith(&format!("inspect {}", of.artifact)).ok().stdout;
-    let taken = text.lines().take_while(|line| !line.starts_with("artifact"));
+    let text = kvsmith(&format!("inspect {} -v", of.artifact)).ok().stdout;
+    let taken = text.lines().skip_while(|line| !line.starts_with("recommended"));
     let taken: Vec<&str> = taken.collect();
     let last = match taken.iter().find(|line| line.ends_with(" *")) {
         Some(line) => line,
-        None => taken.last().unwrap(),
+        None => taken.iter().rev().find(|line| line.contains("--method")).unwrap(),
     };
     let method = row["method"].as_str().unwrap();
     assert!(

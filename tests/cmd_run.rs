@@ -65,7 +65,7 @@ fn every_method_with_the_whole_budget_is_exact() {
 #[test]
 fn json_has_the_contracts_keys() {
     let model = Model::new("llama_default");
-    let json = model.run("--max-new 5 --budget 0.25");
+    let json = model.run("--max-new 5 --method a2ats --budget 0.25");
     for key in ["prefill_s", "decode_s", "tokens_per_s", "kv_read_fraction"] {
         assert!(json[key].as_f64().is_some_and(|v| v >= 0.0), "{key}: {json}");
     }
@@ -74,6 +74,7 @@ fn json_has_the_contracts_keys() {
         (&json["method"], &json["budget"]),
         (&json!("a2ats"), &json!(0.25))
     );
+    assert_eq!(model.run("--max-new 1 --budget 0.25")["method"], "wpq");
     assert_eq!(
         (&json["device"], &json["prompt_tokens"]),
         (&json!("cpu"), &json!(model.prompt_len()))

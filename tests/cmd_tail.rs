@@ -349,5 +349,6 @@ fn a_tail_needs_its_section() {
     for wrong in ["topk+tails", "+tail", "other+tail"] {
         kvsmith(&format!("{eval} topk,{wrong}")).fails(2, wrong, "");
     }
-    kvsmith(&format!("{run} --method topk+tail")).fails(2, "topk+tail", "");
+    kvsmith(&format!("{run} --method topk+tail")).fails(2, "section `tail`", "kvsmith calibrate");
+    kvsmith(&format!("{run} --method topk+tails")).fails(2, "topk+tails", "");
 }

@@ -142,7 +142,7 @@ fn a_run_takes_what_is_recommended() {
     );
     let chosen = kvsmith(&format!("{run} --budget 0.5"));
     assert!(!chosen.stderr.contains("recommended"), "{}", chosen.stderr);
-    assert_eq!(chosen.json()["method"], "a2ats");
+    assert_eq!(chosen.json()["method"], "wpq");
     let chosen = kvsmith(&format!("{run} --method selfindex")).json();
     assert_eq!(
         (&chosen["method"], &chosen["budget"]),
@@ -150,10 +150,9 @@ fn a_run_takes_what_is_recommended() {
     );
 
     let shown = kvsmith(&format!("inspect {art}")).ok();
-    let first = shown.stdout.lines().next().unwrap_or_default().to_owned();
     let line = format!("--method {} --budget {}", row.method, of.budget);
     assert!(
-        first.starts_with("recommended") && shown.stdout.contains(&line),
+        shown.stdout.contains("\nrecommended") && shown.stdout.contains(&line),
         "{}",
         shown.stdout
     );
@@ -166,10 +165,7 @@ fn a_run_takes_what_is_recommended() {
     // Without a verdict all is as before.
     let plain = scratch.make("plain", &format!("calibrate {input} --no-verdict"));
     let json = kvsmith(&run.replace(&art, &plain)).json();
-    assert_eq!(
-        (&json["method"], &json["budget"]),
-        (&json!("a2ats"), &json!(0.06))
-    );
+    assert_eq!((&json["method"], &json["budget"]), (&json!("wpq"), &json!(0.06)));
     assert_eq!(
         kvsmith(&format!("inspect {plain} --json")).json()["methods"],
         Value::Null
@@ -276,15 +272,15 @@ fn it_is_measured_on_text_beyond_the_calibration() {
         made.stderr
     );
     assert!(!made.stderr.contains("a guess"), "{}", made.stderr);
-    let shown = kvsmith(&format!("inspect {art}")).ok().stdout;
-    assert!(shown.contains("measured at lengths of 150 tokens"), "{shown}");
+    let shown = kvsmith(&format!("inspect {art} -v")).ok().stdout;
+    assert!(shown.contains("limits checked on texts of 150 tokens"), "{shown}");
     assert!(
         shown.contains("means on 8 blocks of 150 tokens of UUIDs, 32 steps"),
         "{shown}"
     );
 
     // `run` follows the recommendation, and warns beyond the lengths that were measured.
-    let warning = "measured on at most 150";
+    let warning = "measured only up to 150";
     for (length, warns) in [(100, false), (149, true)] {
         let prompt = scratch.tokens("prompt.json", &documents(&[length], 5));
         let run = kvsmith(&format!(
@@ -333,7 +329,7 @@ fn rows_that_lose_too_much_are_dropped() {
     assert!(made.stderr.contains("dropped after 8 blocks"), "{}", made.stderr);
     assert!(!made.stderr.contains("recommended"), "{}", made.stderr);
     assert!(verdict.usual().is_none());
-    let shown = kvsmith(&format!("inspect {art}")).ok().stdout;
+    let shown = kvsmith(&format!("inspect {art} -v")).ok().stdout;
     assert!(shown.contains("dropped"), "{shown}");
 }
 
@@ -349,7 +345,7 @@ fn a_recommendation_from_little_text_is_a_guess() {
     ))
     .ok();
     assert!(
-        made.stderr.contains("a guess, from 1 block of text"),
+        made.stderr.contains("a guess: measured on 1 block of text"),
         "{}",
         made.stderr
     );
@@ -357,7 +353,7 @@ fn a_recommendation_from_little_text_is_a_guess() {
     let verdict = verdict_of(&out);
     assert!(verdict.is_guess() && verdict.not_probed.is_some());
     let shown = kvsmith(&format!("inspect {out}")).ok().stdout;
-    assert!(shown.contains("a guess, from 1 block of text"), "{shown}");
+    assert!(shown.contains("a guess: measured on 1 block of text"), "{shown}");
     let prompt = scratch.tokens("prompt.json", &documents(&[40], 5));
     let run = kvsmith(&format!(
         "run --model {model} --artifact {out} --tokens {prompt} --max-new 2"
@@ -415,6 +411,9 @@ fn an_artifact_without_its_verdict_is_kept() {
         format!("calibrate --model {model} --tokens {tokens} --size 4 --holdout 0.5 --wpq-bits none");
     kvsmith(&format!("{calibrate} --verdict-methods wpq -o {art}")).fails(2, "wpq", "kvsmith verdict");
     kvsmith(&format!("{calibrate} --no-verdict -o {plain}")).ok();
+    // It does not have the name of a whole artifact.
+    assert!(std::fs::metadata(&art).is_err());
+    let art = scratch.path("art.unjudged.safetensors");
     assert_eq!(std::fs::read(&art).unwrap(), std::fs::read(&plain).unwrap());
     kvsmith(&format!("inspect {art} --verify")).ok();
 }

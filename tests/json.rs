@@ -145,7 +145,11 @@ fn every_command_prints_what_the_page_says() {
         );
     }
     compare("merge", &[json(&format!("merge {dump} -o {}", path("merged")))]);
+    std::fs::create_dir_all(path("unfinished")).unwrap();
+    let mark = json!({ "kind": "work folder", "process": 1, "made": true, "run": "", "files": ["hidden.safetensors", "layer-00000.safetensors"] });
+    scratch.write("unfinished/state.json", mark.to_string());
     compare("status", &[json(&format!("status {}", path("")))]);
+    std::fs::remove_dir_all(path("unfinished")).unwrap();
     let (plain, art) = (path("plain"), path("art"));
     let sections = [path("codebook"), path("signs"), path("wpq")].join(" ");
     compare(
@@ -193,7 +197,13 @@ fn every_command_prints_what_the_page_says() {
     let chat = json(&format!("{run} --chat --tokens {tokens}"));
     compare(
         "run",
-        &[json(&format!("{run} --tokens {prompt} --ignore-eos")), chat],
+        &[
+            json(&format!("{run} --tokens {prompt} --ignore-eos")),
+            chat,
+            json(&format!(
+                "run --model {model} --artifact {art} --compare full,wpq --tokens {prompt} --max-new 2"
+            )),
+        ],
     );
     let eval = format!("eval --model {model} --artifact {art} --methods topk,wpq --decode 5");
     let many = scratch.tokens("many.json", &documents(&[12; 20], 4));

@@ -307,6 +307,12 @@ fn folders_of_others_stay() {
         (
             dump_to(&foreign),
             &foreign,
+            "other files than a dump",
+            "a new folder",
+        ),
+        (
+            dump_to(&foreign) + " --overwrite",
+            &foreign,
             "a file `tokens.safetensors`",
             "an empty folder",
         ),
@@ -335,7 +341,9 @@ fn a_failed_dump_leaves_what_was_there() {
         let name = "model.layers.1.self_attn.k_proj.weight";
         tensors.get_mut(name).unwrap().bytes.fill(0xff);
     });
-    let outcome = kvsmith(&format!("dump --model {model} --tokens {tokens} -o {folder}"));
+    let outcome = kvsmith(&format!(
+        "dump --model {model} --tokens {tokens} --overwrite -o {folder}"
+    ));
     outcome.fails(1, "NaN or infinite", "");
     assert!(contents(&folder) == before);
 }

@@ -31,6 +31,7 @@ mod errors;
 mod first_tries;
 mod format;
 mod golden;
+mod hostile;
 mod json;
 mod kmeans;
 mod layers;

@@ -77,7 +77,7 @@ fn everything_fits_into_80_columns() {
             "elapsed, ",
         ),
         ("dump --model model --tokens texts.json -o dump", "elapsed, "),
-        ("inspect art", "worst heads"),
+        ("inspect art", "(-v shows"),
         ("inspect art -v", "noise 2"),
         ("inspect art --layer 1 --head 0", "output error"),
         (
@@ -93,7 +93,7 @@ fn everything_fits_into_80_columns() {
             "elapsed, ",
         ),
         (
-            "eval --model model --tokens texts.json --artifact art --methods a2ats,wpq --reads 20%,40% --decode 4",
+            "eval --model model --tokens texts.json --artifact art --methods a2ats,wpq --reads 70%,90% --decode 4",
             "read",
         ),
         (
@@ -177,7 +177,7 @@ fn metadata_does_not_control_the_terminal() {
         manifest["model"]["model_type"] = json!(hostile);
         manifest["tool_version"] = json!(hostile);
     });
-    let table = kvsmith(&format!("inspect {art}")).ok().stdout;
+    let table = kvsmith(&format!("inspect {art} -v")).ok().stdout;
     assert!(
         table.contains("llama\\u{9b}2J\\u{1b}[2J\\u{7f}") && !obeyed(&table),
         "{table:?}"

@@ -23,7 +23,11 @@ fuzz_target!(|data: &[u8]| {
         paths: vec![path],
         field: None,
     };
-    for ids in files.tokenise(&model(), tokenizer, 64, 8).into_iter().flat_map(|(text, _)| text) {
+    for ids in files
+        .tokenise(&model(), tokenizer, 64, 8)
+        .into_iter()
+        .flat_map(|read| read.documents)
+    {
         assert!(ids.len() <= 64);
         tokenizer.decode(&ids).expect("text");
     }

@@ -21,14 +21,16 @@ pub fn write(output: Output, origin: Origin, sections: Vec<Section>) -> Result<(
 /// A function that measures what methods lose with an artifact; see [`write_judged`].
 pub type Measure<'a> = dyn FnMut(&Artifact) -> Option<Verdict> + 'a;
 
-/// Does what [`write()`] does, and adds the verdict if `measure` returns one. `measure` reads the artifact from
-/// `draft`, an unfinished output of the same name, which is then dropped.
+/// Does what [`write()`] does, and adds the verdict that `measure` returns. `measure` reads the artifact from `draft`, an
+/// unfinished output of the same name, which is then dropped. Without a verdict, the artifact is written to what `spare`
+/// returns, if anything, and not to `output`.
 pub fn write_judged(
     output: Output,
     draft: Output,
     origin: Origin,
     sections: Vec<Section>,
     measure: &mut Measure,
+    spare: impl FnOnce() -> Result<Option<Output>>,
 ) -> Result<()> {
     let (tensors, mut manifest, kinds) = complete(origin, sections);
     let draft = store::fill(draft, &tensors, Some(&manifest.clone().seal()))?;
@@ -36,7 +38,11 @@ pub fn write_judged(
     let artifact = Artifact::open(draft.unfinished(), &kinds)?;
     manifest.quality.methods = measure(&artifact);
     drop((artifact, draft));
-    finish(output, &tensors, manifest, &kinds)
+    let output = match manifest.quality.methods {
+        Some(_) => Some(output),
+        None => spare()?,
+    };
+    output.map_or(Ok(()), |output| finish(output, &tensors, manifest, &kinds))
 }
 
 /// Writes an artifact again with `verdict` in place of its own verdict.

@@ -133,18 +133,28 @@ impl Global {
         }
     }
 
-    /// Checks the device of a command that runs on the CPU alone.
+    /// Checks the device of a command that runs on the CPU alone, and names it.
     ///
     /// # Errors
     /// Another device was asked for: exit code 3.
     pub fn cpu_only(&self, command: &str) -> Result<()> {
-        match self.device {
-            DeviceFlag::Cpu => {}
-            DeviceFlag::Auto => self.log().note("device: cpu"),
-            DeviceFlag::Wgpu => return Err(unable(command, "wgpu")),
-            DeviceFlag::Cuda => return Err(unable(command, "cuda")),
+        self.without_device(command)?;
+        if self.device == DeviceFlag::Auto {
+            self.log().note("device: cpu");
         }
         Ok(())
+    }
+
+    /// Checks the device of a command that computes nothing.
+    ///
+    /// # Errors
+    /// Another device than the CPU was asked for: exit code 3.
+    pub fn without_device(&self, command: &str) -> Result<()> {
+        match self.device {
+            DeviceFlag::Cpu | DeviceFlag::Auto => Ok(()),
+            DeviceFlag::Wgpu => Err(unable(command, "wgpu")),
+            DeviceFlag::Cuda => Err(unable(command, "cuda")),
+        }
     }
 }
 
@@ -186,6 +196,11 @@ pub struct Text {
 }
 
 impl Text {
+    /// Tells whether there is text.
+    pub fn is_given(&self) -> bool {
+        !self.text.is_empty()
+    }
+
     /// Returns where documents are read from.
     pub fn files(&self) -> TextFiles {
         TextFiles {
@@ -231,9 +246,10 @@ pub struct Input {
     /// Maximum number of text tokens to read; `all` for no limit
     #[arg(long, value_name = "N", default_value_t = 65_536, value_parser = parse_count_or_all)]
     pub max_tokens: usize,
-    /// Number of tokens of random UUIDs to add to the text; with --tokens, none are added
-    #[arg(long, value_name = "N", default_value_t = 16_384, value_parser = parse_count)]
-    pub uuid_tokens: usize,
+    /// Number of tokens of random UUIDs to add to the text (default: a fifth of the text's tokens, at most 16384); with
+    /// --tokens, none are added
+    #[arg(long, value_name = "N", value_parser = parse_count)]
+    pub uuid_tokens: Option<usize>,
     /// Share of the blocks that no fit sees and on which quality is measured (at least 0, below 1; 0 = none). Above 0,
     /// at least one block of text and one of UUIDs are held out, or the end of the only block of a kind, but never all of a
     /// document with 5 % of the tokens or more

@@ -15,8 +15,10 @@ use self::plan::{JudgedRows, query_rows};
 use self::stages::Stages;
 use super::sections::SectionFlags;
 use super::verdict::{self, Judging, VerdictFlags};
-use super::{check_wrope_position, finish, layers_on, load_texts, model_manifest, open_model, output};
-use crate::artifact::{self, Fit, FitInput, Section};
+use super::{
+    check_wrope_position, finish, layers_on, load_texts, model_manifest, open_model, output, wrope_position,
+};
+use crate::artifact::{self, Artifact, Fit, FitInput, Section};
 use crate::cmd::args::{Global, Input, RopeKind, model_folder};
 use crate::compute::Workload;
 use crate::compute::device::Device;
@@ -25,10 +27,12 @@ use crate::disk::Output;
 use crate::error::{Error, Kind, Result};
 use crate::flags::{parse_count, parse_positive_count};
 use crate::heap;
+use crate::interrupt::Saving;
 use crate::method::a2ats::{self, LONGEST_CONTEXT};
 use crate::model::ModelConfig;
-use crate::progress::{COLUMNS, Log, wrapped};
+use crate::progress::{Log, columns, wrapped};
 use crate::runner::verdict::{Material, Wanted};
+use crate::stats::moments::Position;
 use crate::work::WorkFolder;
 
 /// Arguments of `calibrate`.
@@ -59,10 +63,10 @@ pub struct Settings {
     /// Folder of a Hugging Face checkpoint, or the id of a model in the Hugging Face cache, such as Qwen/Qwen3-0.6B
     #[arg(long, value_name = "DIR", value_parser = model_folder())]
     pub model: PathBuf,
-    /// For a2ats: fixed distance, in tokens, between query and key at which keys are scored; use half of the context
-    /// for models of up to 2048 tokens
-    #[arg(help_heading = "Section a2ats", long, value_name = "P", default_value_t = 2048, value_parser = parse_count)]
-    pub wrope_position: usize,
+    /// For a2ats: fixed distance, in tokens, between query and key at which keys are scored (default: 2048, or half of the
+    /// model's context if that is less)
+    #[arg(help_heading = "Section a2ats", long, value_name = "P", value_parser = parse_count)]
+    pub wrope_position: Option<usize>,
     /// For a2ats: rotation of keys and queries
     #[arg(help_heading = "Section a2ats", long, value_enum, default_value_t = RopeKind::Windowed)]
     pub rope: RopeKind,
@@ -111,7 +115,7 @@ impl Settings {
     ) -> Result<Vec<Box<dyn Fit>>> {
         self.sections.fits(&FitInput {
             seed,
-            position: self.rope.position(self.wrope_position),
+            position: self.position(config),
             block_start: &text.block_start,
             seq_len: text.seq_len,
             kept,
@@ -120,6 +124,11 @@ impl Settings {
             codewords: self.codewords(config, kept),
             log,
         })
+    }
+
+    /// Returns the position to which queries are rotated.
+    fn position(&self, config: &ModelConfig) -> Position {
+        self.rope.position(wrope_position(self.wrope_position, config))
     }
 
     /// Returns the length of the contexts for which the number of codewords is chosen.
@@ -215,22 +224,24 @@ fn calibrate(args: &Args, global: &Global) -> Result<Made> {
     }
     let output = output::create(args.output(), &inputs, global)?;
     let decoder = open_model(&settings.model, log)?;
-    check_wrope_position(settings.wrope_position, &decoder.config, global);
+    check_wrope_position(settings.wrope_position, &decoder.config, log);
     let wanted = settings.wanted();
     let (corpus, reserve) = load_texts(&settings.model, &decoder.config, &settings.input, wanted, global)?;
     let material = settings.material(&corpus, &reserve);
     let kept = corpus.kept();
-    let position = settings.rope.position(settings.wrope_position);
+    let position = settings.position(&decoder.config);
     let fits = settings.fits(&decoder.config, &corpus, &kept, global.seed, log)?;
     note_cpu_parts(device.as_ref(), &fits, log);
     warn_of_unused(settings, &fits, global);
     let codewords = settings.codewords(&decoder.config, &kept);
-    log.note(&format!(
-        "codebooks: {} (--size {codewords})",
-        settings.size_text(&decoder.config, codewords)
-    ));
+    if fits.iter().any(|fit| fit.kind().name() == a2ats::SECTION) {
+        log.note(&format!(
+            "codebooks: {} (--size {codewords})",
+            settings.size_text(&decoder.config, codewords)
+        ));
+    }
     let origin = Origin {
-        model: model_manifest(&decoder, log)?,
+        model: model_manifest(&settings.model, &decoder, log)?,
         calibration: corpus.manifest(),
     };
     let sizes = origin.model.sizes;
@@ -257,6 +268,7 @@ fn calibrate(args: &Args, global: &Global) -> Result<Made> {
     let mut stages = calibration.run(layers.as_ref(), work.as_ref(), &mut sections)?;
     drop(layers);
     let fitted = start.elapsed().as_secs_f64();
+    let mut spare = None;
     let judged = match material.filter(|_| !sections.is_empty()) {
         None => artifact::write(output, origin, sections).map(|()| None)?,
         Some(material) => {
@@ -269,23 +281,35 @@ fn calibrate(args: &Args, global: &Global) -> Result<Made> {
                 material: &material,
             };
             let mut judged = None;
+            let (spare, saving) = (&mut spare, &mut None);
             let draft = Output::create(args.output())?;
-            artifact::write_judged(output, draft, origin, sections, &mut |artifact| {
+            let mut measure = |artifact: &Artifact| {
                 let outcome = judging.measure(artifact, &mut stages);
                 judged.insert(outcome).as_ref().ok().cloned()
-            })?;
+            };
+            // The layers are in the work folder, or the artifact is kept under another name.
+            let unjudged = || match work {
+                Some(_) => Ok(None),
+                None => {
+                    *saving = Some(Saving::begin());
+                    Output::create(spare.insert(spare_path(args.output()))).map(Some)
+                }
+            };
+            artifact::write_judged(output, draft, origin, sections, &mut measure, unjudged)?;
             judged
         }
     };
+    let seconds = start.elapsed().as_secs_f64();
+    let verdict_seconds = judged.is_some().then_some(seconds - fitted);
+    // The fits took long, so they are kept even if the verdict failed.
+    let verdict = judged
+        .transpose()
+        .map_err(|e| without_verdict(e, args, spare.as_deref()))?;
     if let Some(work) = work {
         work.clear();
     }
-    let seconds = start.elapsed().as_secs_f64();
-    let verdict_seconds = judged.is_some().then_some(seconds - fitted);
-    // The fits took long, so their artifact is written even if the verdict failed.
-    let verdict = judged.transpose().map_err(|e| without_verdict(e, args))?;
     let mut note = format!("wrote {} in {seconds:.1} s", args.output().display());
-    note += &format!("\n{}", wrapped(&format!("  {}", stages.text()), COLUMNS));
+    note += &format!("\n{}", wrapped(&format!("  {}", stages.text()), columns()));
     if let Some(usual) = verdict.as_ref().and_then(verdict::summary) {
         note += &format!("\n{usual}");
     }
@@ -321,13 +345,32 @@ fn warn_of_unused(settings: &Settings, fits: &[Box<dyn Fit>], global: &Global) {
     }
 }
 
-/// Adds to a verdict's error that the artifact was written without a verdict.
-fn without_verdict(e: Error, args: &Args) -> Error {
+/// Returns the name of an artifact that has no verdict yet: that of the output with `.unjudged`, and a number if there is
+/// such a file.
+fn spare_path(output: &Path) -> PathBuf {
+    let stem = output.with_extension("");
+    let stem = stem
+        .file_name()
+        .unwrap_or_default()
+        .to_string_lossy()
+        .into_owned();
+    let name = |number: String| output.with_file_name(format!("{stem}.unjudged{number}.safetensors"));
+    let numbers = std::iter::once(String::new()).chain((2..).map(|i: usize| format!("-{i}")));
+    let mut names = numbers.map(name).filter(|path| !path.exists());
+    names.next().unwrap_or_else(|| name(String::new()))
+}
+
+/// Adds to a verdict's error where the fitted sections are: in the work folder, or in `spare`.
+fn without_verdict(e: Error, args: &Args, spare: Option<&Path>) -> Error {
     let advice = e.advice().map(|advice| format!("; {advice}")).unwrap_or_default();
-    e.hint(format!(
-        "{} is complete except for the verdict; run `kvsmith verdict` to add it{advice}",
-        args.output().display()
-    ))
+    let output = args.output().display();
+    e.hint(match spare {
+        None => format!("all layers are saved: add --resume to repeat the verdict, or --resume --no-verdict to do without it{advice}"),
+        Some(spare) => {
+            let spare = spare.display();
+            format!("{spare} has everything but the verdict; to add it: `kvsmith verdict {spare} -o {output}` with the --model, --text, --seed and text flags of this command{advice}")
+        }
+    })
 }
 
 /// Notes which parts run on the CPU although there is a GPU.
@@ -362,7 +405,7 @@ fn open_work(
         return Ok(None);
     };
     let identity = json!({
-        "tool_version": env!("CARGO_PKG_VERSION"), "model": origin.model,
+        "tool_version": env!("CARGO_PKG_VERSION"), "model": origin.model.fingerprint,
         "calibration": origin.calibration,
         "precision": format!("{:?}", global.precision),
         "sections": sections.iter().map(|s| &s.manifest).collect::<Vec<_>>(),

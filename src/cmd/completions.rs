@@ -25,29 +25,66 @@ pub fn run(args: &Args, mut command: Command) -> Result<()> {
     print(&String::from_utf8_lossy(&script))
 }
 
-/// Runs `man`: prints the page of the program, followed by the pages of all commands.
-///
-/// # Errors
-/// Stdout is full or closed.
-pub fn man(command: &Command) -> Result<()> {
-    let mut page = Vec::new();
-    add_page(&mut page, command.clone(), &mut Vec::new()).map_err(|e| Error::failed(e.to_string()))?;
-    print(&String::from_utf8_lossy(&page))
+/// Arguments of `man`.
+#[derive(clap::Args, Debug)]
+pub struct ManArgs {
+    /// The command, such as calibrate or bench decode; without one, the page of kvsmith
+    #[arg(value_name = "COMMAND")]
+    words: Vec<String>,
 }
 
-/// Adds the page of a command and those of its subcommands; `words` are the commands above it.
-fn add_page(page: &mut Vec<u8>, command: Command, words: &mut Vec<String>) -> std::io::Result<()> {
-    words.push(command.get_name().to_owned());
-    let name = words.join("-");
-    let below: Vec<Command> = command.get_subcommands().cloned().collect();
-    let shown = command
+/// What every page ends with.
+const END: &str = r#".SH "EXIT STATUS"
+.TP
+0
+Success; also if the reader of stdout has closed it.
+.TP
+1
+Bad input, or a check that failed.
+.TP
+2
+Wrong use of the command line.
+.TP
+3
+The requested device is not there, or cannot do this.
+.TP
+130
+Interrupted (Ctrl-C, SIGTERM or SIGHUP).
+.SH ENVIRONMENT
+.TP
+HF_HUB_CACHE, HF_HOME, XDG_CACHE_HOME
+Where \-\-model finds a model by its id in the cache of the Hugging Face hub.
+.TP
+NO_COLOR
+Messages have no colours.
+.TP
+COLUMNS
+Width of the help.
+"#;
+
+/// Runs `man`: prints the page of the program, or of one of its commands.
+///
+/// # Errors
+/// There is no such command; stdout is full or closed.
+pub fn man(args: &ManArgs, program: &Command) -> Result<()> {
+    let mut names = vec![program.get_name()];
+    let mut shown = program;
+    for word in &args.words {
+        shown = shown.find_subcommand(word).ok_or_else(|| {
+            Error::usage(format!("there is no command `{}`", args.words.join(" ")))
+                .hint("see `kvsmith --help`")
+        })?;
+        names.push(shown.get_name());
+    }
+    let name = names.join("-");
+    let page = shown
+        .clone()
         .display_name(name.clone())
         .name(name)
         .disable_help_subcommand(true);
-    clap_mangen::Man::new(shown).render(page)?;
-    for command in below {
-        add_page(page, command, words)?;
-    }
-    words.pop();
-    Ok(())
+    let mut text = Vec::new();
+    clap_mangen::Man::new(page)
+        .render(&mut text)
+        .map_err(|e| Error::failed(e.to_string()))?;
+    print(&(String::from_utf8_lossy(&text).into_owned() + END))
 }

@@ -10,6 +10,7 @@ use super::share::{Share, environment, parse_share_of};
 use super::task::Task;
 use super::{
     check_wrope_position, device_for, finish, layers_on, load_corpus, model_manifest, open_model, output,
+    wrope_position,
 };
 use crate::cmd::args::{Global, Input, model_folder};
 use crate::corpus::{Corpus, Origin};
@@ -38,9 +39,10 @@ pub struct Args {
     /// Element type of the written keys, queries and values
     #[arg(long, default_value = "bf16", value_parser = PossibleValuesParser::new(["bf16", "f16", "f32"]).try_map(|name| parse_float(&name)))]
     dtype: Float,
-    /// WRoPE position: relative position, in tokens, to which queries are rotated for their second moments
-    #[arg(long, value_name = "P", default_value_t = 2048, value_parser = parse_count)]
-    wrope_position: usize,
+    /// WRoPE position: relative position, in tokens, to which queries are rotated for their second moments (default: 2048,
+    /// or half of the model's context if that is less)
+    #[arg(long, value_name = "P", value_parser = parse_count)]
+    wrope_position: Option<usize>,
     /// Dump only one of N parts of the text, as one task of many; I counts from 0, and the text and N alone decide which
     /// blocks are in a shard. auto takes I and N from a Slurm job array; auto/N takes I from Slurm or from a Kubernetes
     /// Indexed Job. If the output is already this shard, the command ends without work
@@ -72,22 +74,22 @@ fn dump(args: &Args, global: &Global, shard: Option<(usize, usize, &mut Task)>) 
     let decoder = open_model(&args.model, log)?;
     let n_layers = decoder.config.n_layers;
     let mut new = match &shard {
-        None => Some(NewDump::create(&args.output, n_layers)?),
+        None => Some(NewDump::create(&args.output, n_layers, global.overwrite)?),
         Some(_) => None,
     };
     let device = device_for(device, &decoder, global)?;
-    check_wrope_position(args.wrope_position, &decoder.config, global);
+    check_wrope_position(args.wrope_position, &decoder.config, log);
     let mut corpus = load_corpus(&args.model, &decoder.config, &args.input, global)?;
     let mut job = DumpJob {
         origin: Origin {
-            model: model_manifest(&decoder, log)?,
+            model: model_manifest(&args.model, &decoder, log)?,
             calibration: corpus.manifest(),
         },
         options: DumpOptions {
             queries: args.queries,
             values: args.values,
             dtype: args.dtype,
-            wrope_position: args.wrope_position,
+            wrope_position: wrope_position(args.wrope_position, &decoder.config),
         },
         shard: None,
     };

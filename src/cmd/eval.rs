@@ -7,22 +7,25 @@ mod plan;
 mod reads;
 mod rows;
 
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 
 use serde_json::{Value, json};
 
 use super::args::{Global, Text, model_folder};
 use super::named::{Named, NamedParser};
 use super::reading::Reading;
+use super::verdict::ORACLE;
 use super::{device_for, forward_on, merge, open_model, print, print_json};
 use crate::artifact::Artifact;
 use crate::error::{Error, Kind, Result};
 use crate::flags::{parse_count, parse_count_or_all, parse_positive_count, parse_share};
 use crate::kv::Budget;
-use crate::method::registry::{FULL, MethodName};
+use crate::method::registry::{FULL, METHODS, MethodName};
+use crate::method::sections::SECTIONS;
 use crate::method::{CPU_GRANULE, Method};
 use crate::model::Decoder;
 use crate::model::tokenizer::Tokenizer;
+use crate::progress::Log;
 use crate::runner::Options;
 use crate::runner::eval::{Bootstrap, Evaluation, FEWEST, Variant};
 use also::Also;
@@ -35,8 +38,8 @@ use rows::Measurements;
 const MOST_GRANULE: usize = 4096;
 
 /// Arguments of `eval`.
-#[derive(clap::Args, Debug)]
-#[command(group(clap::ArgGroup::new("source").args(["text", "tokens", "needles"]).required(true)))]
+#[derive(clap::Args, Clone, Debug)]
+#[command(group(clap::ArgGroup::new("source").args(["text", "tokens", "needles"]).required(true).multiple(true)))]
 pub struct Args {
     /// Folder of a Hugging Face checkpoint, or the id of a model in the Hugging Face cache, such as Qwen/Qwen3-0.6B
     #[arg(long, value_name = "DIR", value_parser = model_folder())]
@@ -46,21 +49,26 @@ pub struct Args {
     tokens: Option<PathBuf>,
     /// Ask questions instead of comparing texts: JSON lines {prompt, answer}, {prompt_tokens, answer_tokens}, or
     /// conversations {turns: [..]} of such turns. A `question` is fed token by token after the prompt; with several
-    /// `answers`, the score is the share of the answers found
+    /// `answers`, the score is the share of the answers found. `auto` hides facts in --text and asks for them
     #[arg(help_heading = "Input", long, value_name = "F.jsonl")]
     needles: Option<PathBuf>,
+    /// With --needles auto: tokens of the texts in which facts are hidden; there are 20 texts of each length, with eight
+    /// questions each
+    #[arg(help_heading = "Input", long, value_name = "N,M", value_delimiter = ',', default_value = "2048", value_parser = parse_positive_count)]
+    lengths: Vec<usize>,
     /// Number of tokens at the end of a needle's prompt that are fed one by one if its line has no `question`. With
     /// 0, the first token of the answer comes from exact attention
-    #[arg(help_heading = "Input", long, value_name = "N", default_value_t = 16, value_parser = parse_count, requires = "needles")]
+    #[arg(help_heading = "Input", long, value_name = "N", default_value_t = 16, value_parser = parse_count)]
     decode_prompt: usize,
     /// How questions are fed: `decode` feeds them token by token after the prompt, so that the method's own reads must
     /// answer them; `prefill` feeds them with the prompt, by exact attention, as most papers do, and only the answer is
     /// decoded
-    #[arg(help_heading = "Input", long, value_enum, default_value_t = Feeding::Decode, requires = "needles")]
+    #[arg(help_heading = "Input", long, value_enum, default_value_t = Feeding::Decode)]
     question: Feeding,
     /// Methods to compare with full attention. NAME+tail also estimates the attention to positions that are not read;
-    /// it needs the section `tail` of --artifact
-    #[arg(help_heading = "Measurement", long, value_name = "A,B", value_delimiter = ',', required = true, value_parser = NamedParser)]
+    /// it needs the section `tail` of --artifact (default, without --also: every method with a section in --artifact, and
+    /// topk and full)
+    #[arg(help_heading = "Measurement", long, value_name = "A,B", value_delimiter = ',', value_parser = NamedParser)]
     methods: Vec<Named>,
     /// Measure a further row, on the same steps: a method with these flags, such as --also "lfps --lfps-theta 0.85".
     /// Flags of the method that are not in the quotes have their defaults, even if they are given outside. NAME need not
@@ -73,7 +81,7 @@ pub struct Args {
     #[arg(help_heading = "Measurement", long, value_name = "X,Y", value_delimiter = ',', default_value = "0.06", value_parser = BudgetOf::parse)]
     budgets: Vec<BudgetOf>,
     /// Instead of --budgets: shares of the bytes of all visible keys and values that a step may read, index included,
-    /// such as 0.05,0.1. kvsmith searches for the budget of each method on the first block or line
+    /// such as 0.05,0.1. kvsmith searches for the budget of each method on some of the blocks or lines
     #[arg(help_heading = "Measurement", long, value_name = "F,G", value_delimiter = ',', value_parser = parse_share, conflicts_with = "budgets")]
     reads: Vec<f64>,
     /// Number of bytes that memory moves at once, a power of two up to 4096. --reads counts bytes as such a memory moves
@@ -137,6 +145,33 @@ impl Args {
 }
 
 impl Args {
+    /// Tells whether questions are made from the text.
+    fn makes_questions(&self) -> bool {
+        self.needles
+            .as_ref()
+            .is_some_and(|path| path == Path::new("auto"))
+    }
+
+    /// Fails unless there is one source of text or questions.
+    fn check_source(&self) -> Result<()> {
+        let (has_text, has_tokens) = (self.text.is_given(), self.tokens.is_some());
+        let wrong = |what: &str, hint: &str| Err(Error::usage(what).hint(hint));
+        match (self.needles.is_some(), self.makes_questions()) {
+            _ if has_text && has_tokens => {
+                wrong("--text and --tokens exclude each other", "give one of them")
+            }
+            (true, true) if !has_text => wrong(
+                "--needles auto needs --text",
+                "give text in which facts are hidden",
+            ),
+            (true, false) if has_text || has_tokens => wrong(
+                "a file of --needles has its own text",
+                "omit --text and --tokens, or give --needles auto",
+            ),
+            _ => Ok(()),
+        }
+    }
+
     /// Fails if the command asks both to decode the end of prompts and to prefill questions.
     fn check_question(&self, global: &Global) -> Result<()> {
         let is_given = global.given.iter().any(|given| given == "decode-prompt");
@@ -162,7 +197,7 @@ impl Args {
             }
         }
         if self.needles.is_none() {
-            for flag in ["decode-prompt", "question"]
+            for flag in ["decode-prompt", "question", "lengths"]
                 .into_iter()
                 .filter(|flag| given(flag))
             {
@@ -175,7 +210,36 @@ impl Args {
 
 /// Runs `eval`.
 pub fn run(args: &Args, global: &Global) -> Result<()> {
+    match args.named().next() {
+        Some(_) => eval(args, global),
+        None => {
+            let mut args = args.clone();
+            args.methods = usual_methods(args.reading.artifact())?;
+            eval(&args, global)
+        }
+    }
+}
+
+/// Lists the methods that are measured if none is named.
+fn usual_methods(artifact: Option<&PathBuf>) -> Result<Vec<Named>> {
+    let path = artifact.ok_or_else(|| {
+        Error::usage("eval needs methods")
+            .hint("name some with --methods, such as topk,streaming, or give --artifact")
+    })?;
+    let artifact = Artifact::open(path, SECTIONS)?;
+    let is_usual = |method: &&MethodName| {
+        method.is_calibrated(&artifact) || **method == FULL || method.as_str() == ORACLE
+    };
+    let named = |method: &MethodName| Named {
+        method: *method,
+        tail: false,
+    };
+    Ok(METHODS.iter().filter(is_usual).map(named).collect())
+}
+
+fn eval(args: &Args, global: &Global) -> Result<()> {
     let log = global.log();
+    args.check_source()?;
     args.check_question(global)?;
     let device = global.open_model_device("eval")?;
     args.reading.check(device.as_ref())?;
@@ -202,7 +266,7 @@ pub fn run(args: &Args, global: &Global) -> Result<()> {
     let methods: Vec<Box<dyn Method>> = entries.iter().map(method).collect::<Result<_>>()?;
     let options = |artifact| {
         let whole = Budget::Fraction(1.0);
-        let options = args.reading.options(whole, artifact, device.as_ref());
+        let options = args.reading.options(whole, None, artifact, device.as_ref());
         options.map(|options| Options {
             granule: args.granule(),
             ..options
@@ -220,8 +284,14 @@ pub fn run(args: &Args, global: &Global) -> Result<()> {
     let tokenizer = tokenizer(args, &decoder)?;
     let material = Material::open(args, global, &decoder, tokenizer.as_ref())?;
     let longest = material.longest();
+    let context = decoder.config.max_position_embeddings;
     for artifact in &artifacts {
-        Reading::warn_beyond_calibration(&named, artifact, longest, log);
+        Reading::warn_beyond_calibration(&named, artifact, longest, context, log);
+    }
+    if longest > context && args.needles.is_none() {
+        log.warn(&format!(
+            "the longest text has {longest} tokens, more than the model's context of {context} tokens; lower --seq-len"
+        ));
     }
     let evaluation = |budgets: &[(usize, Budget)]| -> Result<Evaluation<'_>> {
         let variant = |&(index, budget): &(usize, Budget)| Variant {
@@ -235,14 +305,14 @@ pub fn run(args: &Args, global: &Global) -> Result<()> {
     };
     let plan = plan::rows(args, &entries, log, &mut |budgets| {
         let mut evaluation = evaluation(budgets)?;
-        material.sample(args, &mut evaluation)?;
+        material.sample(args, &mut evaluation, log)?;
         let share = |variant: usize| {
             let share = match args.granule {
                 1 => evaluation.bytes_fraction(variant),
                 _ => evaluation.moved_fraction(variant),
             };
             let nothing = || {
-                Error::failed("the first line decodes nothing, so that --reads has nothing to measure")
+                Error::failed("the first lines decode nothing, so that --reads has nothing to measure")
                     .hint("begin with a line whose answer has several tokens, or use --budgets")
             };
             share.ok_or_else(nothing)
@@ -250,6 +320,14 @@ pub fn run(args: &Args, global: &Global) -> Result<()> {
         (0..budgets.len()).map(share).collect()
     })?;
     let budgets: Vec<_> = plan.iter().filter_map(|p| Some((p.entry, p.budget?))).collect();
+    if budgets.is_empty() && !global.json {
+        let least = plan.iter().filter_map(|p| p.reads).map(|[_, least]| least);
+        return Err(Error::failed(format!(
+            "no method can read as little as --reads asks for: the least is {:.1} % of the bytes",
+            100.0 * least.fold(1.0, f64::min)
+        ))
+        .hint("raise --reads, or give longer text"));
+    }
     let mut evaluation = evaluation(&budgets)?;
     let (found, stopped) = material.evaluate(args, global, &mut evaluation)?;
     let intervals = Bootstrap::new(material.units(&evaluation), global.seed);
@@ -273,7 +351,13 @@ pub fn run(args: &Args, global: &Global) -> Result<()> {
         merge(&mut out, &conditions(args, &decoder, &artifacts, &options)?);
         print_json(global, &out)?;
     } else {
-        print(&rows::text(&rows, args.needles.as_ref().map(|_| args.question)))?;
+        let asked = args.needles.as_ref().map(|_| args.question);
+        let counted = match args.granule {
+            1 => "bytes_read_fraction",
+            _ => "bytes_moved_fraction",
+        };
+        let questions = asked.map(|feeding| (feeding, &evaluation.full));
+        print(&rows::text(&rows, questions, counted))?;
     }
     match stopped {
         true => Err(Error::interrupted()),
@@ -303,6 +387,15 @@ fn conditions(args: &Args, decoder: &Decoder, artifacts: &[Artifact], options: &
         "granule": options.granule,
         "reads_granule": args.granule,
     }))
+}
+
+/// Blocks or lines on which the budgets for --reads are searched.
+const SAMPLED: usize = 2;
+
+/// Lists at most `most` of `n` numbers from 0 on, evenly spaced; both ends are among them.
+fn spread(n: usize, most: usize) -> impl Iterator<Item = usize> {
+    let count = n.min(most);
+    (0..count).map(move |i| i * (n - 1) / (count - 1).max(1))
 }
 
 /// Tells whether the user stopped the work after `done` steps; a stop before the first step stays an error.
@@ -337,7 +430,10 @@ impl<'a> Material<'a> {
             decode_prompt: args.decode_prompt,
             feeding: args.question,
         };
-        let lines = needles::open(path, reader, global.log())?;
+        let lines = match args.makes_questions() {
+            true => needles::made(args, reader, global)?,
+            false => needles::open(path, reader, global.log())?,
+        };
         Ok(Self::Needles(lines, reader))
     }
 
@@ -349,14 +445,22 @@ impl<'a> Material<'a> {
         }
     }
 
-    /// Evaluates the first block or line.
-    fn sample(&self, args: &Args, evaluation: &mut Evaluation) -> Result<()> {
+    /// Evaluates some of the blocks or lines.
+    fn sample(&self, args: &Args, evaluation: &mut Evaluation, log: Log) -> Result<()> {
+        let count = match self {
+            Self::Text(blocks) => blocks.count(),
+            Self::Needles(lines, _) => lines.len(),
+        };
+        let progress = log.progress(count.min(SAMPLED) as u64, "texts");
+        progress.stage("searching budgets".to_owned());
+        let mut done = || progress.advance(1);
         match self {
-            Self::Text(blocks) => blocks.sample(args, evaluation),
-            Self::Needles(lines, reader) => match lines.first() {
-                Some(line) => line.ask(evaluation, *reader),
-                None => Ok(()),
-            },
+            Self::Text(blocks) => blocks.sample(args, evaluation, &mut done),
+            Self::Needles(lines, reader) => spread(lines.len(), SAMPLED).try_for_each(|i| {
+                lines[i].ask(evaluation, *reader)?;
+                done();
+                Ok(())
+            }),
         }
     }
 

@@ -12,7 +12,7 @@ use crate::cmd::args::Global;
 use crate::error::{Error, Result};
 use crate::method::sections::{SECTIONS, weak_heads};
 use crate::model::folder;
-use crate::progress::{COLUMNS, harmless, size, wrapped};
+use crate::progress::{columns, harmless, size, wrapped};
 
 /// Arguments of `inspect`.
 #[derive(clap::Args, Debug)]
@@ -37,7 +37,7 @@ pub struct Args {
 
 /// Runs `inspect`.
 pub fn run(args: &Args, global: &Global) -> Result<()> {
-    global.cpu_only("inspect")?;
+    global.without_device("inspect")?;
     folder::check_artifact(&args.artifact)?;
     let artifact = Artifact::open(&args.artifact, SECTIONS)?;
     let sizes = artifact.sizes;
@@ -54,7 +54,7 @@ pub fn run(args: &Args, global: &Global) -> Result<()> {
     if args.verify {
         artifact.verify()?;
         if let Some(dir) = &args.model {
-            let model = model_manifest(&open_model(dir, global.log())?, global.log())?;
+            let model = model_manifest(dir, &open_model(dir, global.log())?, global.log())?;
             artifact.check_model(&model.fingerprint, model.sizes)?;
         }
     }
@@ -67,9 +67,11 @@ pub fn run(args: &Args, global: &Global) -> Result<()> {
     }
     let whole = args.layer.is_none() && args.head.is_none();
     let verdict = artifact.manifest.quality.methods.as_ref().filter(|_| whole);
-    let mut text = verdict.map_or(String::new(), losses::recommendation);
-    text += &summary(&artifact, args)?;
-    text += &verdict.map_or(Ok(String::new()), |verdict| losses::table(verdict, &artifact))?;
+    let is_brief = whole && !global.verbose;
+    let mut text = summary(&artifact, args, is_brief)?;
+    if let Some(verdict) = verdict.filter(|_| !is_brief) {
+        text += &losses::table(verdict, &artifact)?;
+    }
     if let (Some(layer), Some(head), Some(verdict)) =
         (args.layer, args.head, &artifact.manifest.quality.methods)
     {
@@ -83,7 +85,16 @@ pub fn run(args: &Args, global: &Global) -> Result<()> {
         if global.verbose || args.layer.is_some() {
             text += &section.kind.table(reports)?;
         }
-        text += &weak_heads(section, reports)?;
+        if !is_brief {
+            text += &weak_heads(section, reports)?;
+        }
+    }
+    if let Some(verdict) = verdict {
+        text += "\n";
+        text += &losses::recommendation(verdict);
+    }
+    if is_brief {
+        text += "(-v shows what every method loses, and the heads that are weak)\n";
     }
     if args.verify {
         text += "verified: all digests and values are correct\n";
@@ -129,7 +140,7 @@ pub(super) fn document(
 }
 
 /// Describes model, calibration and sections.
-fn summary(artifact: &Artifact, args: &Args) -> Result<String> {
+fn summary(artifact: &Artifact, args: &Args, is_brief: bool) -> Result<String> {
     let manifest = &artifact.manifest;
     let (model, text) = (&manifest.origin.model, &manifest.origin.calibration);
     let sizes = model.sizes;
@@ -147,14 +158,24 @@ fn summary(artifact: &Artifact, args: &Args) -> Result<String> {
     out += &paragraph(
         "model",
         &format!(
-            "{}, {} layers, {} query and {} KV heads of {} channels, rope {}, fingerprint {}",
+            "{}{}, {} layers, {} query and {} KV heads of {} channels{}",
+            match model.name.as_str() {
+                "" => String::new(),
+                name => format!("{}: ", harmless(name)),
+            },
             model.model_type,
             sizes.n_layers,
             sizes.n_heads,
             sizes.n_kv_heads,
             sizes.head_dim,
-            model.rope.scaling.name(),
-            short(&model.fingerprint),
+            match is_brief {
+                true => String::new(),
+                false => format!(
+                    ", rope {}, fingerprint {}",
+                    model.rope.scaling.name(),
+                    short(&model.fingerprint)
+                ),
+            }
         ),
     );
     out += &paragraph(
@@ -165,8 +186,15 @@ fn summary(artifact: &Artifact, args: &Args) -> Result<String> {
         ),
     );
     let used = Some(text.used()).filter(|used| !used.is_empty());
-    for line in used.into_iter().chain(text.used_by_document()) {
+    let by_document = text.used_by_document().into_iter().filter(|_| !is_brief);
+    for line in used.into_iter().chain(by_document) {
         out += &paragraph("", &line);
+    }
+    if is_brief {
+        let sections = artifact.sections();
+        let named = sections.map(|section| format!("{} ({})", section.kind.name(), size(section.bytes())));
+        out += &paragraph("sections", &named.collect::<Vec<_>>().join(", "));
+        return Ok(out);
     }
     for section in artifact.sections() {
         let (name, bytes) = (section.kind.name(), size(section.bytes()));
@@ -191,7 +219,7 @@ fn paragraph(heading: &str, text: &str) -> String {
     let mut lines = vec![String::new()];
     for word in text.split(' ') {
         let last = lines.len() - 1;
-        let room = COLUMNS - INDENT;
+        let room = columns() - INDENT;
         match lines[last].is_empty() || lines[last].chars().count() + 1 + word.chars().count() <= room {
             true if lines[last].is_empty() => lines[last] = word.to_owned(),
             true => lines[last] += &format!(" {word}"),
@@ -217,7 +245,7 @@ fn detail(section: &SectionView, head: &HeadReport) -> String {
             Value::Array(items) => items.iter().map(shown).collect::<Vec<_>>().join(" "),
             other => shown(other),
         };
-        out += &wrapped(&format!("  {name:<20} {text}"), COLUMNS);
+        out += &wrapped(&format!("  {name:<20} {text}"), columns());
         out.push('\n');
     }
     out

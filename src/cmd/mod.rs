@@ -6,6 +6,7 @@ pub mod calibrate;
 pub mod completions;
 pub mod dump;
 pub mod eval;
+pub mod examples;
 pub mod gpu_check;
 pub mod inspect;
 pub mod merge;
@@ -41,6 +42,7 @@ use crate::cuda::room::{Extent, Source};
 use crate::error::{Error, Result};
 use crate::flags;
 use crate::float::Float;
+use crate::model::folder;
 use crate::model::forward::{CpuForward, CpuLayers, Forward, Layers};
 use crate::model::{Decoder, ModelConfig, ModelManifest};
 use crate::progress::{Log, harmless, size};
@@ -154,10 +156,10 @@ fn open_model(dir: &Path, log: Log) -> Result<Decoder> {
 }
 
 /// Describes the model for a manifest.
-fn model_manifest(decoder: &Decoder, log: Log) -> Result<ModelManifest> {
+fn model_manifest(dir: &Path, decoder: &Decoder, log: Log) -> Result<ModelManifest> {
     let fingerprint = decoder.checkpoint.fingerprint(&decoder.config)?;
     log.detail(&format!("fingerprint: {}", short(&fingerprint)));
-    ModelManifest::new(&decoder.config, &fingerprint)
+    ModelManifest::new(&folder::name(dir), &decoder.config, &fingerprint)
 }
 
 /// Reads the calibration input and logs its length.
@@ -194,10 +196,20 @@ fn load_texts(
     for line in manifest.used_by_document() {
         log.detail(&line);
     }
-    let text = corpus.n_tokens().saturating_sub(input.uuid_tokens);
+    let text = corpus.n_text_tokens();
     if input.tokens.is_none() && text < input.max_tokens && input.max_tokens < u32::MAX as usize {
         log.note(&format!(
             "the text has only {text} tokens, fewer than --max-tokens {}",
+            input.max_tokens
+        ));
+    }
+    if reserve.is_cut {
+        let verdict = match reserve.text.len() {
+            0 => String::new(),
+            n => format!("; the verdict takes {n} tokens of it"),
+        };
+        log.note(&format!(
+            "the text goes on after --max-tokens {}: nothing is fitted to the rest{verdict}",
             input.max_tokens
         ));
     }
@@ -214,19 +226,21 @@ fn load_texts(
     Ok((corpus, reserve))
 }
 
-/// Warns if the query moments are taken at a relative position outside the model's context; the default is only noted.
-fn check_wrope_position(position: usize, config: &ModelConfig, global: &Global) {
+/// The WRoPE position of models with a long context.
+const WROPE_POSITION: usize = 2048;
+
+/// Returns the WRoPE position: the one that was given, else one within the model's context.
+fn wrope_position(given: Option<usize>, config: &ModelConfig) -> usize {
+    given.unwrap_or(WROPE_POSITION.min(config.max_position_embeddings / 2))
+}
+
+/// Warns of a WRoPE position that does not occur.
+fn check_wrope_position(given: Option<usize>, config: &ModelConfig, log: Log) {
     let context = config.max_position_embeddings;
-    if position < context {
-        return;
-    }
-    let text = format!(
-        "--wrope-position {position} is outside the model's context of {context} tokens; half of the context is a good choice"
-    );
-    let log = global.log();
-    match global.given.iter().any(|flag| flag == "wrope-position") {
-        true => log.warn(&text),
-        false => log.note(&text),
+    if let Some(position) = given.filter(|position| *position >= context) {
+        log.warn(&format!(
+            "--wrope-position {position} is outside the model's context of {context} tokens; half of the context is a good choice"
+        ));
     }
 }
 

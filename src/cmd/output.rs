@@ -22,7 +22,13 @@ const MAX_LINE: u64 = 1 << 20;
 /// that kvsmith did not write; it is a result of kvsmith and `--overwrite` is missing. Exit code 1: it cannot be written.
 pub fn create(path: &Path, inputs: &[&Path], global: &Global) -> Result<Output> {
     check(path, inputs, global)?;
-    Output::create(path)
+    let output = Output::create(path)?;
+    let is_free = path.metadata().is_err();
+    Ok(if is_free && !global.overwrite {
+        output.only_new()
+    } else {
+        output
+    })
 }
 
 /// Checks that the folder `path` of flag `flag` is not itself one of the `inputs`.

@@ -41,7 +41,7 @@ pub fn run(args: &Args, global: &Global) -> Result<()> {
         .map(|path| Artifact::open_part(path, SECTIONS));
     let parts: Vec<Artifact> = parts.collect::<Result<_>>()?;
     let decoder = open_model(&args.model, log)?;
-    let model = model_manifest(&decoder, log)?;
+    let model = model_manifest(&args.model, &decoder, log)?;
     for part in &parts {
         part.check_model(&model.fingerprint, model.sizes)?;
     }

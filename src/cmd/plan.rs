@@ -22,7 +22,8 @@ use crate::dump::{self, DumpOptions};
 use crate::error::Result;
 use crate::float::Float;
 use crate::model::ModelConfig;
-use crate::progress::{duration, size};
+use crate::model::folder;
+use crate::progress::{duration, harmless, size};
 use crate::store;
 use serving::Serving;
 use shards::{Job, ShardFlags, ShardPlan};
@@ -56,7 +57,7 @@ fn plan(settings: &Settings, probe: bool, shards: Option<&ShardFlags>, global: &
     let log = global.log();
     let device = global.open_device(Workload::Fits)?;
     let config = ModelConfig::load(&settings.model)?;
-    check_wrope_position(settings.wrope_position, &config, global);
+    check_wrope_position(settings.wrope_position, &config, log);
     let (corpus, reserve) = texts(settings, &config, global)?;
     let material = settings.material(&corpus, &reserve);
     let kept = corpus.kept();
@@ -78,10 +79,22 @@ fn plan(settings: &Settings, probe: bool, shards: Option<&ShardFlags>, global: &
         true => {
             let mut settings = settings.clone();
             settings.sections.codewords = Some(codewords);
-            Some(probe::times(&settings, &config, &corpus, &fits, &judged, global)?)
+            log.note("measuring this machine twice: one layer of the model's shape, and a small calibration");
+            let measure = || probe::times(&settings, &config, &corpus, &fits, &judged, global);
+            let both = [measure()?, measure()?];
+            Some(both)
         }
         false => None,
     };
+    let range = times.as_ref().map(|both| {
+        let [a, b] = both.each_ref().map(|times| times.stages.total());
+        [a.min(b), a.max(b)]
+    });
+    // What else runs on the machine only adds to a time.
+    let times = times.and_then(|both| {
+        let total = |times: &probe::Times| times.stages.total();
+        both.into_iter().min_by(|a, b| total(a).total_cmp(&total(b)))
+    });
     let stages = times.as_ref().map(|times| &times.stages);
     let job = Job {
         config: &config,
@@ -119,13 +132,15 @@ fn plan(settings: &Settings, probe: bool, shards: Option<&ShardFlags>, global: &
             "dump_bytes": disk.dump,
             "stages": stages.map(Stages::json),
             "seconds": stages.map(Stages::total),
+            "seconds_range": range,
             "shards": shards.as_ref().map(ShardPlan::json),
         });
         merge(&mut document, &serving.json());
         return print_json(global, &document);
     }
     let mut out = format!(
-        "model      {}, {} layers, {} query and {} KV heads of {} channels\n           {} of weights{}\n",
+        "model      {}: {}, {} layers, {} query and {} KV heads of {} channels\n           {} of weights{}\n",
+        harmless(&folder::name(&settings.model)),
         config.model_type,
         config.n_layers,
         config.n_heads,
@@ -168,7 +183,7 @@ fn plan(settings: &Settings, probe: bool, shards: Option<&ShardFlags>, global: &
     );
     match stages {
         Some(stages) => {
-            out += &format!("  time     {}\n", duration(stages.total()));
+            out += &format!("  time     {}\n", range.map_or(String::new(), range_text));
             for (name, seconds) in stages.iter() {
                 out += &format!("           {name:<20} {}\n", duration(seconds));
             }
@@ -178,6 +193,27 @@ fn plan(settings: &Settings, probe: bool, shards: Option<&ShardFlags>, global: &
     out += &shards.as_ref().map(ShardPlan::text).unwrap_or_default();
     out += &serving.text();
     print(&out)
+}
+
+/// Two measurements that differ by this factor give a range and not a time.
+const UNSTEADY: f64 = 2.0;
+
+/// Writes the times of two measurements.
+fn range_text([low, high]: [f64; 2]) -> String {
+    let times = [low, high].map(duration);
+    match high / low.max(f64::MIN_POSITIVE) < UNSTEADY {
+        true => format!(
+            "{} (a second measurement was {:.0} % slower)",
+            times[0],
+            100.0 * (high / low.max(f64::MIN_POSITIVE) - 1.0)
+        ),
+        false => format!(
+            "{} to {}: two measurements of this machine differ by a factor of\n           {:.1}, so the times are uncertain; the faster one is listed below",
+            times[0],
+            times[1],
+            high / low.max(f64::MIN_POSITIVE)
+        ),
+    }
 }
 
 /// Writes a number with what it counts.
@@ -200,15 +236,16 @@ fn texts(settings: &Settings, config: &ModelConfig, global: &Global) -> Result<(
     let options = settings.input.options(global.seed);
     let seq_len = options.block_length(config);
     let text = vec![vec![0; options.max_tokens.min(1 << 28)]];
-    let uuids = vec![0; options.uuid_tokens.min(1 << 28)];
+    let uuids = vec![0; options.uuids(text[0].len()).min(1 << 28)];
     let beyond = settings
         .wanted()
         .map(|wanted| wanted.beyond(seq_len))
         .unwrap_or_default();
-    let has_uuids = options.uuid_tokens > 0;
+    let has_uuids = !uuids.is_empty();
     let reserve = Reserve {
         text: vec![0; beyond.text.min(1 << 28)],
         uuids: vec![0; if has_uuids { beyond.uuids.min(1 << 28) } else { 0 }],
+        is_cut: false,
     };
     Ok((Corpus::cut(&text, uuids, seq_len, &options)?, reserve))
 }

@@ -36,7 +36,7 @@ enum Kv {
 }
 
 /// The options of methods and caches that `run` and `eval` share.
-#[derive(clap::Args, Debug)]
+#[derive(clap::Args, Clone, Debug)]
 #[group(skip)]
 #[command(next_help_heading = "Artifact and cache")]
 pub(super) struct Reading {
@@ -49,7 +49,8 @@ pub(super) struct Reading {
     /// Number of last positions that every step reads, including the current one
     #[arg(long, value_name = "N", default_value_t = WINDOW, value_parser = parse_positive_count)]
     window: usize,
-    /// Element type of the KV cache (default: f32 on the CPU, bf16 on CUDA)
+    /// Element type of the KV cache (default: bf16 on CUDA, and where `run` follows a recommendation, which was measured
+    /// with bf16; otherwise f32)
     #[arg(long, value_enum)]
     kv: Option<Kv>,
     /// Add an estimate of the attention to the positions that a step does not read: from the mean of their keys and
@@ -70,7 +71,8 @@ impl Reading {
         let fingerprint = decoder.checkpoint.fingerprint(&decoder.config)?;
         if let Err(e) = artifact.check_model(&fingerprint, decoder.config.sizes()) {
             if artifact.sizes != decoder.config.sizes() {
-                return Err(e);
+                // --force does not help here.
+                return Err(artifact.check_sizes(decoder.config.sizes()).err().unwrap_or(e));
             }
             if !self.force {
                 return Err(e.hint(
@@ -82,10 +84,11 @@ impl Reading {
         Ok(artifact)
     }
 
-    /// Returns the options of a session.
+    /// Returns the options of a session; without --kv, its cache has type `usual`, if that is known.
     pub(super) fn options(
         &self,
         budget: Budget,
+        usual: Option<KvType>,
         artifact: Option<&Artifact>,
         device: &dyn Device,
     ) -> Result<Options> {
@@ -93,7 +96,7 @@ impl Reading {
             sinks: self.sinks,
             window: self.window,
             budget,
-            kv: self.kv_type(device),
+            kv: self.kv_type(usual, device),
             packed: self.methods.selfindex.layout(artifact)?,
             granule: CPU_GRANULE,
         })
@@ -119,14 +122,14 @@ impl Reading {
     }
 
     /// Chooses the type of the cache.
-    fn kv_type(&self, device: &dyn Device) -> KvType {
+    fn kv_type(&self, usual: Option<KvType>, device: &dyn Device) -> KvType {
         match self.kv {
             Some(Kv::F32) => KvType::F32,
             Some(Kv::F16) => KvType::F16,
             Some(Kv::Bf16 | Kv::Host) => KvType::Bf16,
             Some(Kv::TwoBit) => KvType::TwoBit,
             None if device.cuda().is_some() => KvType::Bf16,
-            None => KvType::F32,
+            None => usual.unwrap_or(KvType::F32),
         }
     }
 
@@ -150,6 +153,7 @@ impl Reading {
         methods: &[MethodName],
         artifact: &Artifact,
         positions: usize,
+        context: usize,
         log: Log,
     ) -> bool {
         let bound = |method: &&MethodName| {
@@ -169,8 +173,13 @@ impl Reading {
                 1 => ("was", "loses"),
                 _ => ("were", "lose"),
             };
+            // Nothing can be calibrated beyond the model's context.
+            let advice = match calibrated < context {
+                true => format!("; calibrate with --seq-len {} or more", positions.min(context)),
+                false => String::new(),
+            };
             log.warn(&format!(
-                "{} {was} calibrated on blocks of at most {calibrated} tokens and {loses} more at {positions} tokens; calibrate with --seq-len {positions} or more",
+                "{} {was} calibrated on blocks of at most {calibrated} tokens and {loses} more at {positions} tokens{advice}",
                 listed(&names)
             ));
         }

@@ -37,7 +37,7 @@ pub struct Args {
 
 /// Runs `report`.
 pub fn run(args: &Args, global: &Global) -> Result<()> {
-    global.cpu_only("report")?;
+    global.without_device("report")?;
     let inputs: Vec<&Path> = [&args.artifact]
         .into_iter()
         .chain(&args.eval)

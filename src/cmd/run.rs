@@ -1,5 +1,6 @@
 //! `kvsmith run`: generates text with exact or sparse attention, from one prompt or in turns.
 
+mod compare;
 mod conversation;
 mod lines;
 mod report;
@@ -9,7 +10,7 @@ mod turns;
 use std::path::{Path, PathBuf};
 
 use super::args::{Global, model_folder};
-use super::named::Named;
+use super::named::{Named, NamedParser};
 use super::output;
 use super::reading::{Reading, in_full, parse_budget};
 use super::{device_for, open_model};
@@ -21,13 +22,14 @@ use crate::cuda::host::HostBackend;
 use crate::cuda::room::{Extent, Source};
 use crate::error::{Error, Result};
 use crate::flags::{at_least_1, at_least_one, not_negative, parse_count, share, share_or_zero};
-use crate::kv::Budget;
 use crate::kv::sample::{Sampler, Sampling};
+use crate::kv::{Budget, KvType};
 use crate::method::Method;
 use crate::method::registry::{FULL, MethodName, default_method};
 use crate::model::Decoder;
 use crate::progress::Log;
 use crate::runner::{CpuBackend, Options, Session};
+use compare::Comparison;
 use conversation::{Conversation, End, Reply};
 use turns::Turns;
 
@@ -63,11 +65,14 @@ pub struct Args {
         conflicts_with = "tokens"
     )]
     system: Option<String>,
-    /// Method that chooses the positions each decode step reads. Without --method and --budget, both come from the
+    /// Method that chooses the positions each decode step reads; NAME+tail is the same as --method NAME --tail. Without --method and --budget, both come from the
     /// artifact's recommendation, if it has one. Without a recommendation, or if only --budget is given: the first of
-    /// a2ats, selfindex, lfps and wpq with a section in the artifact, else full
-    #[arg(help_heading = "Method", long, value_enum)]
-    method: Option<MethodName>,
+    /// wpq, a2ats, selfindex and lfps with a section in the artifact, else full
+    #[arg(help_heading = "Method", long, value_parser = NamedParser)]
+    method: Option<Named>,
+    /// Run the prompt with each of these methods, and say where their texts part from the first one's
+    #[arg(help_heading = "Method", long, value_name = "A,B", value_delimiter = ',', value_parser = NamedParser, conflicts_with_all = ["chat", "method", "trace"])]
+    compare: Vec<Named>,
     /// Number of positions that the method may choose per KV head and step: a fraction of the context (0.06 or 6%; 1
     /// or `all` reads everything) or, above 1, a number of positions. Sinks, window, index and keys that are read
     /// only to rank do not count. Without --method and --budget, both come from the artifact's recommendation, if it
@@ -139,15 +144,23 @@ struct Choice {
     method: MethodName,
     tail: bool,
     budget: Budget,
+    /// The type of the cache that the recommendation was measured with, if it was followed.
+    kv: Option<KvType>,
     /// The length of the longest text that the recommendation was measured on, if it was followed and says so.
     measured: Option<usize>,
 }
 
 impl Choice {
+    /// Names the method, with its tail if it has one.
+    fn name(self) -> String {
+        let Self { method, tail, .. } = self;
+        Named { method, tail }.to_string()
+    }
+
     /// Returns what the flags ask for, or what the artifact's verdict recommends if they name neither method nor
     /// budget.
     fn of(args: &Args, artifact: Option<&Artifact>, log: Log) -> Result<Self> {
-        let tail = args.reading.tail();
+        let tail = args.reading.tail() || args.method.is_some_and(|named| named.tail);
         let verdict = artifact.and_then(|artifact| artifact.manifest.quality.methods.as_ref());
         if let (None, None, Some((row, of))) = (args.method, args.budget, verdict.and_then(Verdict::usual)) {
             let named = Named::parse(&row.method).ok_or_else(|| {
@@ -171,13 +184,17 @@ impl Choice {
                 method: named.method,
                 tail: tail || named.tail,
                 budget: Budget::Fraction(of.budget),
+                kv: verdict.and_then(|verdict| KvType::parse(&verdict.kv)),
                 measured: verdict.and_then(|verdict| verdict.lengths().last().copied()),
             });
         }
         Ok(Self {
-            method: args.method.unwrap_or_else(|| default_method(artifact)),
+            method: args
+                .method
+                .map_or_else(|| default_method(artifact), |named| named.method),
             tail,
             budget: args.budget.unwrap_or(BUDGET),
+            kv: None,
             measured: None,
         })
     }
@@ -209,6 +226,18 @@ pub fn run(args: &Args, global: &Global) -> Result<()> {
     }
     let open = |path: &PathBuf| args.reading.open(path, &decoder, log);
     let artifact = args.reading.artifact().map(open).transpose()?;
+    if !args.compare.is_empty() {
+        let methods: Vec<MethodName> = args.compare.iter().map(|named| named.method).collect();
+        args.reading.warn_of_unused(&methods, global);
+        let comparison = Comparison {
+            args,
+            global,
+            device: device.as_ref(),
+            decoder: &decoder,
+            artifact: artifact.as_ref(),
+        };
+        return comparison.run(turns);
+    }
     let choice = Choice::of(args, artifact.as_ref(), log)?;
     args.reading.warn_of_unused(&[choice.method], global);
     if choice.method == FULL && args.budget.is_some() {
@@ -223,7 +252,7 @@ pub fn run(args: &Args, global: &Global) -> Result<()> {
         &decoder,
         global,
     )?;
-    let options = reading.options(choice.budget, artifact.as_ref(), device.as_ref())?;
+    let options = reading.options(choice.budget, choice.kv, artifact.as_ref(), device.as_ref())?;
     // Opened before the weights are loaded, and dropped after the session that writes to it.
     let create = |path| output::Lines::create(path, &args.inputs(), global);
     let mut lines = args.trace.as_ref().map(|path| create(path)).transpose()?;

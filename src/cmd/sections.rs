@@ -3,6 +3,7 @@
 
 use std::path::{Path, PathBuf};
 
+use clap::builder::PossibleValuesParser;
 use clap::{Arg, ArgAction, ArgMatches, Command, FromArgMatches, value_parser};
 use ndarray::Axis;
 use serde_json::json;
@@ -11,7 +12,8 @@ use super::share::{LayerShare, environment, parse_layers};
 use super::task::Task;
 use super::{finish, output};
 use crate::artifact::{
-    self, Artifact, Fit, FitInput, LayerPart, LayerStates, MomentsRead, Section, SectionKind, SectionManifest,
+    self, Artifact, Facts, Fit, FitInput, LayerPart, LayerStates, MomentsRead, Section, SectionKind,
+    SectionManifest,
 };
 use crate::cmd::args::Global;
 use crate::compute::Workload;
@@ -36,6 +38,9 @@ const LAYERS: &str = "layers";
 /// Name of the flag that asks for the sections that are made on request.
 const PEERS: &str = "peers";
 
+/// The flag that names the sections to make.
+const NAMED: &str = "sections";
+
 type ParseResult<T> = std::result::Result<T, clap::Error>;
 
 /// The flags of the fits of all sections.
@@ -49,7 +54,15 @@ pub struct SectionFlags {
 impl SectionFlags {
     /// Prepares the fit of every section that is wanted.
     pub fn fits(&self, input: &FitInput) -> Result<Vec<Box<dyn Fit>>> {
-        let asked = |kind: &dyn SectionKind| !kind.facts().on_request || self.flags.get_flag(PEERS);
+        let named: Option<Vec<&String>> = self.flags.get_many(NAMED).map(Iterator::collect);
+        let asked = |kind: &dyn SectionKind| {
+            let facts = kind.facts();
+            match &named {
+                _ if facts.on_request && self.flags.get_flag(PEERS) => true,
+                Some(named) => named.iter().any(|name| *name == facts.name),
+                None => !facts.on_request,
+            }
+        };
         let wanted = SECTIONS.iter().copied();
         let wanted = wanted.filter(|kind| asked(*kind) && kind.is_wanted(&self.flags));
         wanted.map(|kind| kind.fit(&self.flags, input)).collect()
@@ -59,16 +72,23 @@ impl SectionFlags {
 impl clap::Args for SectionFlags {
     fn augment_args(command: Command) -> Command {
         let named = SECTIONS.iter().map(|kind| kind.facts());
-        let named: Vec<&str> = named
-            .filter(|facts| facts.on_request)
-            .map(|facts| facts.name)
-            .collect();
+        let (peers, usual): (Vec<_>, Vec<_>) = named.partition(|facts| facts.on_request);
+        let names = |of: &[&Facts]| of.iter().map(|facts| facts.name).collect::<Vec<_>>();
+        let all = PossibleValuesParser::new([names(&usual), names(&peers)].concat());
+        let sections = Arg::new(NAMED)
+            .long(NAMED)
+            .value_name("A,B")
+            .value_delimiter(',')
+            .value_parser(all)
+            .help(format!("Sections to make (default: {})", names(&usual).join(",")));
+        let command = command.arg(sections.help_heading("Sections"));
+        let named = names(&peers);
         let help = format!(
             "Also make the sections of methods that are here to be compared with: {}",
             named.join(", ")
         );
         let peers = Arg::new(PEERS).long(PEERS).action(ArgAction::SetTrue).help(help);
-        let command = command.arg(peers.help_heading("Sections on request"));
+        let command = command.arg(peers.help_heading("Sections"));
         SECTIONS.iter().fold(command, |command, kind| kind.flags(command))
     }
 

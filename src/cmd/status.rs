@@ -9,12 +9,12 @@ use std::path::PathBuf;
 
 use serde_json::{Value, json};
 
-use self::found::{Found, TaskNote};
+use self::found::{Found, FoundDump, FoundWork, TaskNote};
 use super::args::Global;
 use super::task::State;
 use super::{print, print_json};
 use crate::error::Result;
-use crate::progress::{duration, size};
+use crate::progress::{duration, harmless, size};
 
 /// Arguments of `status`.
 #[derive(clap::Args, Debug)]
@@ -29,7 +29,7 @@ pub fn run(args: &Args, global: &Global) -> Result<()> {
     let status = Status::of(Found::below(&args.dir)?);
     match global.json {
         true => print_json(global, &status.json()),
-        false => print(&status.text()),
+        false => print(&harmless(&status.text())),
     }
 }
 
@@ -139,12 +139,16 @@ struct Status {
     shards: Phase,
     /// The layers of each section, by the section's command.
     sections: BTreeMap<String, Phase>,
+    dumps: Vec<FoundDump>,
+    works: Vec<FoundWork>,
     problems: Vec<String>,
 }
 
 impl Status {
     fn of(found: Found) -> Self {
         let mut status = Self {
+            dumps: found.dumps,
+            works: found.works,
             shards: Phase::default(),
             sections: BTreeMap::new(),
             problems: found.problems,
@@ -191,12 +195,39 @@ impl Status {
             .map(|(name, phase)| (name.clone(), phase.json()));
         json!({
             "shards": self.shards.json(), "sections": sections.collect::<BTreeMap<_, _>>(), "problems": self.problems,
+            "dumps": self.dumps.iter().map(|dump| json!({
+                "folder": dump.name, "layers": dump.n_layers, "tokens": dump.tokens, "bytes": dump.bytes,
+            })).collect::<Vec<_>>(),
+            "work_folders": self.works.iter().map(|work| json!({
+                "folder": work.name, "layers_done": work.layers[0], "layers": work.layers[1],
+            })).collect::<Vec<_>>(),
             "device": "cpu",
         })
     }
 
     fn text(&self) -> String {
-        let mut out = self.shards.text("token shards", "shards");
+        let mut out = String::new();
+        for dump in &self.dumps {
+            out += &format!(
+                "dump           {} is complete: {} layers, {} tokens, {}\n",
+                dump.name,
+                dump.n_layers,
+                dump.tokens,
+                size(dump.bytes as usize)
+            );
+        }
+        for work in &self.works {
+            let [done, all] = work.layers;
+            out += &format!(
+                "work folder    {}: a calibration that has not ended, {done} of {all} layers done;\n  the same command with --resume continues it\n",
+                work.name
+            );
+        }
+        let is_sharded =
+            self.shards.count.is_some() || !self.shards.running.is_empty() || !self.shards.failed.is_empty();
+        if is_sharded || self.dumps.is_empty() && self.works.is_empty() {
+            out += &self.shards.text("token shards", "shards");
+        }
         for (name, phase) in &self.sections {
             out += &phase.text(name, "layers");
         }

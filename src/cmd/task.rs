@@ -1,6 +1,7 @@
 //! Notes about sharded tasks: a small file beside the output of a task says on which machine it runs, how far it is, or
 //! why it failed. `kvsmith status` reads these notes; nothing else depends on them.
 
+use std::io::Read;
 use std::path::{Path, PathBuf};
 use std::sync::mpsc::{self, RecvTimeoutError, Sender};
 use std::thread::JoinHandle;
@@ -142,10 +143,21 @@ fn write(path: &Path, note: &mut Note, start: Instant) {
     }
 }
 
+/// No task runs as many seconds as this.
+const MOST_SECONDS: f64 = 1e9;
+
+/// Most bytes of a note.
+const MOST_OF_NOTE: u64 = 1 << 16;
+
 /// Reads a note; `None` if the file is none.
 pub fn read(path: &Path) -> Option<Note> {
-    let note: Note = serde_json::from_slice(&std::fs::read(path).ok()?).ok()?;
-    (note.kind == KIND).then_some(note)
+    let mut text = Vec::new();
+    // A file that is longer is none of ours.
+    let file = std::fs::File::open(path).ok()?;
+    file.take(MOST_OF_NOTE).read_to_end(&mut text).ok()?;
+    let note: Note = serde_json::from_slice(&text).ok()?;
+    let is_possible = (0.0..MOST_SECONDS).contains(&note.seconds) && note.done <= note.total;
+    (note.kind == KIND && is_possible).then_some(note)
 }
 
 /// Returns the time in seconds since 1970.

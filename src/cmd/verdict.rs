@@ -12,7 +12,7 @@ use super::calibrate::stages::Stages;
 use super::named::{Named, NamedParser};
 use super::{finish, load_texts, open_model, output, paths};
 use crate::artifact::{self, Artifact, Limits, Verdict};
-use crate::corpus::{Corpus, Reserve};
+use crate::corpus::{Corpus, CorpusManifest, Reserve};
 use crate::dump::Dump;
 use crate::error::{Error, Result};
 use crate::flags::{not_negative, parse_positive_count, parse_share};
@@ -38,18 +38,18 @@ pub struct VerdictFlags {
     /// Shares of the bytes of all visible keys and values in bf16 (above 0, below 1) at which each method is measured
     #[arg(long, value_name = "F,G", value_delimiter = ',', default_value = "0.05,0.1,0.2", value_parser = parse_share)]
     verdict_reads: Vec<f64>,
-    /// Number of tokens of text to measure on, in blocks of 2048: those that follow --max-tokens, then held-out ones.
-    /// UUIDs add two fifths as many, and each kind a block of full length
+    /// Tokens of text to measure on, in blocks of 2048, from beyond --max-tokens, else held-out ones. Added to these: 40 %
+    /// as many tokens of UUIDs, and one block of full length of each kind
     #[arg(long, value_name = "N", default_value_t = 20 * BLOCK, value_parser = parse_positive_count)]
     verdict_tokens: usize,
     /// Number of tokens at the end of each block that are decoded one by one
     #[arg(long, value_name = "N", default_value_t = 16, value_parser = parse_positive_count)]
     verdict_steps: usize,
-    /// Recommend a method only if its mean KL divergence is at most this, in nats: the upper end of its interval
+    /// Recommend a method only if the upper end of the 95 % interval of its mean KL divergence is at most X nats
     #[arg(long, value_name = "X", default_value_t = artifact::USUAL_KL, value_parser = not_negative)]
     verdict_kl: f64,
-    /// Recommend a method only if it answers at most this many per cent of the questions fewer than full attention: the
-    /// upper end of the interval
+    /// Recommend a method only if its score in the retrieval probe is at most X percentage points below that of full
+    /// attention (upper end of the 95 % interval)
     #[arg(long, value_name = "X", default_value_t = 5.0, value_parser = not_negative)]
     verdict_points: f64,
     /// Methods to measure; NAME+tail adds a tail to the method (default: every method with a section in the artifact,
@@ -120,8 +120,11 @@ impl VerdictFlags {
 /// Arguments of `verdict`.
 #[derive(clap::Args, Debug)]
 #[command(group(clap::ArgGroup::new("source").args(["text", "tokens", "dump"]).required(true)))]
+#[command(
+    override_usage = "kvsmith verdict <ART> --model <MODEL> --output <ART2.safetensors> <--text <FILE>...|--tokens <FILE.json>|--dump <DIR>...> [OPTIONS]"
+)]
 pub struct Args {
-    /// Artifact or section file to measure
+    /// Artifact or section file to measure; before --text and --dump, which take several values
     #[arg(value_name = "ART")]
     artifact: PathBuf,
     /// The model from which the artifact was made: checkpoint folder, or id in the Hugging Face cache
@@ -160,16 +163,32 @@ pub fn run(args: &Args, global: &Global) -> Result<()> {
         [_, ..] => (Dump::open(&args.dump)?.corpus, Reserve::default()),
         [] => load_texts(&args.model, &decoder.config, &args.input, wanted, global)?,
     };
-    if corpus.manifest() != artifact.manifest.origin.calibration {
+    let (own, given) = (&artifact.manifest.origin.calibration, corpus.manifest());
+    if given != *own {
+        let described = |of: &CorpusManifest| {
+            let CorpusManifest {
+                tokens,
+                blocks,
+                seq_len,
+                held_out_tokens,
+                seed,
+                ..
+            } = of;
+            format!(
+                "{tokens} tokens in {blocks} blocks of at most {seq_len}, {held_out_tokens} held out, seed {seed}"
+            )
+        };
         return Err(Error::failed(format!(
-            "{} was calibrated on another text",
-            args.artifact.display()
+            "{} was calibrated on another text: {}; this text has {}",
+            args.artifact.display(),
+            described(own),
+            described(&given)
         ))
-        .hint("give the same text, --max-tokens, --seq-len, --uuid-tokens, --holdout and --seed as in its calibration, or its dump"));
+        .hint("give the same text, --max-tokens, --seq-len, --uuid-tokens, --holdout and --seed as in its calibration, or its dump; for other text, use `kvsmith eval`"));
     }
     let material = args.flags.material(&corpus, &reserve).ok_or_else(|| {
         Error::failed("no text was held out, so the methods cannot be measured")
-            .hint("calibrate with --holdout above 0, or on less than the whole text (--max-tokens), or add --no-verdict")
+            .hint("give text that goes on beyond --max-tokens, or calibrate again with --holdout above 0")
     })?;
     let start = std::time::Instant::now();
     let verdict = Judging {
@@ -196,24 +215,29 @@ pub fn run(args: &Args, global: &Global) -> Result<()> {
 /// Says in some lines what a run without `--method` and `--budget` will take.
 pub fn summary(verdict: &Verdict) -> Option<String> {
     let (row, of) = verdict.usual()?;
-    let limit = verdict.limit();
     let loss = match &of.intervals {
         Some(interval) => format!(
-            "{:.4} nats ({:.4} to {:.4})",
+            "{:.4} nats (95 %: {:.4} to {:.4})",
             of.kl, interval.kl[0], interval.kl[1]
         ),
         None => format!("{:.4} nats", of.kl),
     };
-    let within = match verdict.within(limit).is_some() {
-        true => format!("the smallest share of the bytes within {}", limits(verdict)),
-        false => format!("the smallest KL; nothing is within {}", limits(verdict)),
-    };
-    let mut text = format!(
-        "recommended: --method {} --budget {} reads {:.1} % of the bytes with a KL of {loss}: {within}",
+    let setting = format!(
+        "--method {} --budget {}, reads {:.1} % of the bytes, KL {loss}",
         row.method,
         of.budget,
         100.0 * row.bytes_read_fraction,
     );
+    let mut text = match verdict.within(verdict.limit()).is_some() {
+        true => format!(
+            "recommended: {setting}: the smallest share measured that stays within {}",
+            limits(verdict)
+        ),
+        false => format!(
+            "nothing measured stays within {}; `run` uses the smallest KL: {setting}",
+            limits(verdict)
+        ),
+    };
     for line in cautions(verdict) {
         text += &format!("\n  {line}");
     }
@@ -224,37 +248,54 @@ pub fn summary(verdict: &Verdict) -> Option<String> {
 pub(super) fn limits(verdict: &Verdict) -> String {
     let points = verdict.limits.filter(|_| verdict.probe.is_some());
     let points = points.map_or(String::new(), |of| {
-        format!(" and {} points of the probe", of.points)
+        format!(" and {} points of full attention in the probe", of.points)
     });
     format!("{} nats{points}", verdict.limit())
 }
 
-/// Says what a recommendation does not rest on: too little text, no probe, lengths that were not measured.
+/// Says what a recommendation rests on: how much text, which questions, texts of which lengths.
 pub(super) fn cautions(verdict: &Verdict) -> Vec<String> {
     let mut out = Vec::new();
     if verdict.is_guess() {
         out.push(format!(
-            "a guess, from {} of text: an interval needs {FEWEST}; give more text than --max-tokens, or a larger --holdout",
+            "a guess: measured on {} of text, but intervals need {FEWEST}: more text beyond --max-tokens, --verdict-tokens or --holdout",
             blocks(verdict.blocks)
         ));
     }
+    let own = verdict.usual().and_then(|(_, of)| of.probe.as_ref());
     match (&verdict.probe, &verdict.not_probed) {
         (Some(probe), _) => out.push(format!(
-            "probed with {} questions about {}, of which full attention answers {:.0} %",
+            "probe: {} {}; full attention gets {:.0} % right{}",
             probe.questions,
             if probe.kind == "facts" {
-                "facts hidden in the text"
+                "questions about facts hidden in the text"
             } else {
                 "passages to copy"
             },
-            100.0 * probe.full_accuracy
+            100.0 * probe.full_accuracy,
+            own.map_or(String::new(), |own| format!(
+                ", this setting {:.0} %",
+                100.0 * own.accuracy
+            ))
         )),
         (None, Some(why)) => out.push(format!("not probed: {why}")),
         (None, None) => out.push("not probed".to_owned()),
     }
-    let lengths: Vec<String> = verdict.lengths().iter().map(usize::to_string).collect();
-    if !lengths.is_empty() {
-        out.push(format!("measured at lengths of {} tokens", lengths.join(" and ")));
+    if let Some(limited) = verdict.texts.first() {
+        let others: Vec<String> = verdict
+            .lengths()
+            .into_iter()
+            .filter(|length| *length != limited.length)
+            .map(|length| length.to_string())
+            .collect();
+        let means = match others.is_empty() {
+            true => String::new(),
+            false => format!("; means alone at {}", others.join(", ")),
+        };
+        out.push(format!(
+            "limits checked on texts of {} tokens{means}",
+            limited.length
+        ));
     }
     out
 }

@@ -1,31 +1,33 @@
 //! The documents of `--text`: files, folders and stdin.
 
-use std::fs::File;
-use std::io::Read;
 use std::path::{Path, PathBuf};
 
-use flate2::read::MultiGzDecoder;
 use serde_json::Value;
 
+use super::source::Source;
 use crate::error::{Error, Result};
 use crate::interrupt;
 use crate::model::chat::{ChatTemplate, Message};
 use crate::model::tokenizer::Tokenizer;
 
 /// The name that stands for stdin.
-const STDIN: &str = "-";
+pub(super) const STDIN: &str = "-";
 
 /// The field of a JSON line that holds its text, unless the user names another field.
 const FIELD: &str = "text";
 
-/// Most bytes that a compressed file may have when decompressed.
-const MOST_BYTES: u64 = 1 << 32;
+/// Tokens that a text must have beyond those that are wanted, unless it was read to its end: the last ones before a cut
+/// may differ from those of the whole text.
+const MARGIN: usize = 64;
+
+/// Bytes of documents that are tokenised together.
+const BATCH: usize = 1 << 20;
 
 /// Extensions of the files that are taken from a folder; a `.gz` after the extension is ignored.
 const IN_FOLDERS: [&str; 4] = ["txt", "md", "jsonl", "ndjson"];
 
 /// What `--text` takes.
-const KINDS: &str = "--text accepts text files (one document each), .jsonl files (one document per line), either with .gz, folders of such files, and - for stdin";
+pub(super) const KINDS: &str = "--text accepts text files (one document each), .jsonl files (one document per line), either with .gz, folders of such files, and - for stdin";
 
 /// Where documents are read from.
 #[derive(Clone, Debug, Default)]
@@ -44,9 +46,20 @@ enum Document {
     Chat(Vec<[String; 2]>),
 }
 
+/// The tokens of texts.
+#[derive(Debug, Default)]
+pub struct Tokens {
+    /// Those of each document that were asked for.
+    pub documents: Vec<Vec<u32>>,
+    /// Those that follow, of all documents in a row.
+    pub beyond: Vec<u32>,
+    /// Whether the files have more text than the documents.
+    pub is_cut: bool,
+}
+
 impl TextFiles {
-    /// Tokenises the documents in order, up to `max_tokens` tokens in total, and returns them with up to `beyond` tokens
-    /// that follow; chats are written out by the template of the model in `model_dir`.
+    /// Tokenises the documents in order, up to `max_tokens` tokens in total, and up to `beyond` tokens that follow; chats
+    /// are written out by the template of the model in `model_dir`. No file is read much farther than that.
     ///
     /// # Errors
     /// A file that cannot be read or is not text; a line without text; a folder without text files.
@@ -56,41 +69,36 @@ impl TextFiles {
         tokenizer: &Tokenizer,
         max_tokens: usize,
         beyond: usize,
-    ) -> Result<(Vec<Vec<u32>>, Vec<u32>)> {
-        let (mut documents, mut left) = (Vec::new(), max_tokens);
-        let mut rest = Vec::new();
-        let mut template = None;
+    ) -> Result<Tokens> {
+        let mut all = Tokens::default();
+        let mut left = max_tokens;
+        let mut encoder = Encoder {
+            field: self.field.as_deref(),
+            model_dir,
+            tokenizer,
+            template: None,
+        };
         for path in self.files()? {
-            if left == 0 && rest.len() >= beyond {
+            if left == 0 && all.beyond.len() >= beyond {
+                all.is_cut = true;
                 break;
             }
             interrupt::check()?;
-            let read = self.documents(&path)?;
-            let is_chat = read.iter().any(Document::is_chat);
-            if is_chat && template.is_none() {
-                template = Some(chat_template(model_dir).map_err(|e| e.context(path.display()))?);
-            }
-            let encode = |limit: usize| {
-                let encoded = match template.as_ref().filter(|_| is_chat) {
-                    Some(template) => chats(&read, template, tokenizer, limit),
-                    None => {
-                        let texts: Vec<String> = read.iter().map(|of| of.text().to_owned()).collect();
-                        tokenizer.encode_documents(&texts, limit)
-                    }
-                };
-                encoded.map_err(|e| e.context(path.display()))
-            };
-            let made = encode(left)?;
+            let mut source = Source::open(&path)?;
+            let (made, is_all) = encoder.encode(&path, &mut source, left)?;
             let count: usize = made.iter().map(Vec::len).sum();
             left -= count;
+            all.is_cut |= !is_all;
             // The file in which the text ends is tokenised again, so that what follows does not change the text.
-            if left == 0 && rest.len() < beyond {
-                let more = encode(count.saturating_add(beyond - rest.len()))?;
-                rest.extend(more.into_iter().flatten().skip(count));
+            if left == 0 && all.beyond.len() < beyond {
+                let most = count.saturating_add(beyond - all.beyond.len());
+                let (more, _) = encoder.encode(&path, &mut source, most)?;
+                all.beyond.extend(more.into_iter().flatten().skip(count));
             }
-            documents.extend(made);
+            all.documents.extend(made);
         }
-        Ok((documents, rest))
+        all.is_cut |= !all.beyond.is_empty();
+        Ok(all)
     }
 
     /// Lists the files; those of a folder and its subfolders come in the order of their names.
@@ -111,46 +119,121 @@ impl TextFiles {
         }
         Ok(files)
     }
+}
 
-    /// Reads the documents of a file, without empty ones.
-    fn documents(&self, path: &Path) -> Result<Vec<Document>> {
-        let text = text_of(path)?;
+/// Turns files into tokens.
+struct Encoder<'a> {
+    field: Option<&'a str>,
+    model_dir: &'a Path,
+    tokenizer: &'a Tokenizer,
+    /// The model's chat template, once there was a chat.
+    template: Option<ChatTemplate>,
+}
+
+impl Encoder<'_> {
+    /// Tokenises the documents of a file, up to `limit` tokens in total; also tells whether these are all of its tokens.
+    fn encode(&mut self, path: &Path, source: &mut Source, limit: usize) -> Result<(Vec<Vec<u32>>, bool)> {
         let is_lines = matches!(kind(path), Some("jsonl" | "ndjson"))
             || path == Path::new(STDIN) && self.field.is_some();
-        if !is_lines {
-            let documents = vec![Document::Text(text)];
-            return Ok(documents
-                .into_iter()
-                .filter(|document| !document.is_empty())
-                .collect());
+        match is_lines {
+            true => self.lines(path, source, limit),
+            false => self.text(path, source, limit),
         }
-        let lines = text
-            .lines()
-            .enumerate()
-            .filter(|(_, line)| !line.trim().is_empty());
-        let place = |i: usize| format!("{} line {}", path.display(), i + 1);
-        let read = lines.map(|(i, line)| self.line(line).map_err(|e| e.context(place(i))));
-        let read: Vec<Document> = read.collect::<Result<_>>()?;
-        Ok(read.into_iter().filter(|document| !document.is_empty()).collect())
     }
 
-    /// Parses a line of JSON.
-    fn line(&self, line: &str) -> Result<Document> {
-        const LINES: &str = "write each line as an object such as {\"text\": \"a document\"}, or name another field with --text-field";
-        let value: Value = serde_json::from_str(line)
-            .map_err(|e| Error::failed(format!("not valid JSON: {e}")).hint(LINES))?;
-        let field = self.field.as_deref().unwrap_or(FIELD);
-        if let Some(text) = value[field].as_str() {
-            return Ok(Document::Text(text.to_owned()));
+    /// Tokenises a file that is one document.
+    fn text(&self, path: &Path, source: &mut Source, limit: usize) -> Result<(Vec<Vec<u32>>, bool)> {
+        let wanted = limit.saturating_add(MARGIN);
+        let mut bytes = limit.saturating_mul(8).saturating_add(4096);
+        let (mut ids, is_all) = loop {
+            let (text, is_all) = source.text(bytes)?;
+            if text.is_empty() && is_all {
+                return Ok((Vec::new(), true));
+            }
+            let ids = self.tokenizer.encode_prefix(text, wanted);
+            let ids = ids.map_err(|e| e.context(path.display()))?;
+            if is_all || ids.len() == wanted {
+                break (ids, is_all);
+            }
+            bytes = bytes.saturating_mul(2);
+        };
+        let is_all = is_all && ids.len() <= limit;
+        ids.truncate(limit);
+        Ok((if ids.is_empty() { Vec::new() } else { vec![ids] }, is_all))
+    }
+
+    /// Tokenises a file with one document per line, many lines at a time.
+    fn lines(&mut self, path: &Path, source: &mut Source, limit: usize) -> Result<(Vec<Vec<u32>>, bool)> {
+        let (mut made, mut left) = (Vec::new(), limit);
+        let (mut at, mut number) = (0, 0);
+        loop {
+            let (mut batch, mut bytes, mut is_end) = (Vec::new(), 0, false);
+            while bytes < BATCH && !is_end {
+                let Some((line, next)) = source.line(at)? else {
+                    is_end = true;
+                    continue;
+                };
+                number += 1;
+                bytes += line.len();
+                if !line.trim().is_empty() {
+                    let place = |e: Error| e.context(format!("{} line {number}", path.display()));
+                    batch.push(document(line, self.field).map_err(place)?);
+                }
+                at = next;
+            }
+            batch.retain(|document| !document.is_empty());
+            // One token more tells whether there are more.
+            let documents = self.batch(&batch, left.saturating_add(1));
+            let documents = documents.map_err(|e| e.context(path.display()))?;
+            for mut ids in documents {
+                if ids.len() > left || left == 0 && !ids.is_empty() {
+                    ids.truncate(left);
+                    if !ids.is_empty() {
+                        made.push(ids);
+                    }
+                    return Ok((made, false));
+                }
+                left -= ids.len();
+                made.push(ids);
+            }
+            if is_end {
+                return Ok((made, true));
+            }
         }
-        match value["messages"].as_array().filter(|_| self.field.is_none()) {
-            Some(messages) => messages
-                .iter()
-                .map(message)
-                .collect::<Result<_>>()
-                .map(Document::Chat),
-            None => Err(Error::failed(format!("field `{field}` is missing or not a string")).hint(LINES)),
+    }
+
+    /// Tokenises documents up to `limit` tokens in total.
+    fn batch(&mut self, batch: &[Document], limit: usize) -> Result<Vec<Vec<u32>>> {
+        if !batch.iter().any(Document::is_chat) {
+            let texts: Vec<String> = batch.iter().map(|of| of.text().to_owned()).collect();
+            return self.tokenizer.encode_documents(&texts, limit);
         }
+        let template = match self.template.take() {
+            Some(template) => template,
+            None => chat_template(self.model_dir)?,
+        };
+        let made = chats(batch, &template, self.tokenizer, limit);
+        self.template = Some(template);
+        made
+    }
+}
+
+/// Parses a line of JSON, which has its text in a field.
+fn document(line: &str, field: Option<&str>) -> Result<Document> {
+    const LINES: &str = "write each line as an object such as {\"text\": \"a document\"}, or name another field with --text-field";
+    let value: Value =
+        serde_json::from_str(line).map_err(|e| Error::failed(format!("not valid JSON: {e}")).hint(LINES))?;
+    let name = field.unwrap_or(FIELD);
+    if let Some(text) = value[name].as_str() {
+        return Ok(Document::Text(text.to_owned()));
+    }
+    match value["messages"].as_array().filter(|_| field.is_none()) {
+        Some(messages) => messages
+            .iter()
+            .map(message)
+            .collect::<Result<_>>()
+            .map(Document::Chat),
+        None => Err(Error::failed(format!("field `{name}` is missing or not a string")).hint(LINES)),
     }
 }
 
@@ -256,43 +339,4 @@ fn add_folder(folder: &Path, files: &mut Vec<PathBuf>) -> Result<()> {
         }
     }
     Ok(())
-}
-
-/// Reads a file, or stdin, as text.
-fn text_of(path: &Path) -> Result<String> {
-    let mut bytes = Vec::new();
-    let failed = |e| Error::io(path, "read", &e);
-    if path == Path::new(STDIN) {
-        std::io::stdin().lock().read_to_end(&mut bytes).map_err(failed)?;
-    } else if path.extension().is_some_and(|e| e == "gz") {
-        let file = File::open(path).map_err(failed)?;
-        let read = MultiGzDecoder::new(file)
-            .take(MOST_BYTES + 1)
-            .read_to_end(&mut bytes);
-        read.map_err(|e| {
-            Error::failed(format!("{} cannot be decompressed: {e}", path.display()))
-                .hint("the file is damaged or not a gzip file; recreate it, or give the uncompressed file")
-        })?;
-        if bytes.len() as u64 > MOST_BYTES {
-            return Err(
-                Error::failed(format!("{} has more than 4 GiB of text", path.display()))
-                    .hint("give a part of it; a part is enough for calibration"),
-            );
-        }
-    } else {
-        bytes = std::fs::read(path).map_err(failed)?;
-    }
-    let shown = path.display();
-    if bytes.starts_with(b"PAR1") {
-        return Err(Error::failed(format!("{shown} is a Parquet file")).hint(
-            "convert it to JSON lines: pandas.read_parquet(\"F.parquet\").to_json(\"F.jsonl\", orient=\"records\", lines=True)",
-        ));
-    }
-    let text = String::from_utf8(bytes).map_err(|e| {
-        let byte = e.utf8_error().valid_up_to();
-        Error::failed(format!("{shown} is not UTF-8 text (byte {byte})"))
-            .hint(format!("convert it to UTF-8, for example with iconv; {KINDS}"))
-    })?;
-    // Some editors start a file with a byte order mark.
-    Ok(text.strip_prefix('\u{feff}').map(str::to_owned).unwrap_or(text))
 }

@@ -80,7 +80,7 @@ mod tests {
         let options = CorpusOptions {
             seq_len: None,
             max_tokens: 0,
-            uuid_tokens: 0,
+            uuid_tokens: Some(0),
             holdout,
             seed,
         };

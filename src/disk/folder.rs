@@ -1,7 +1,7 @@
 //! A folder that one run fills with files.
 
 use std::fs::{File, TryLockError};
-use std::io;
+use std::io::{self, Read};
 use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 
@@ -47,6 +47,9 @@ struct FolderMark {
     run: Value,
 }
 
+/// Most bytes of a mark that is only shown.
+const MOST_OF_MARK: u64 = 1 << 24;
+
 impl FolderMark {
     /// Parses a mark, or the folder's last file if it stands in the mark's place: see [`Folder::complete`].
     fn parse(text: &[u8]) -> Option<Self> {
@@ -70,6 +73,15 @@ impl FolderMark {
 }
 
 impl Folder {
+    /// Lists the files that the mark of a folder of this kind names; `None` if it has no such mark.
+    pub fn marked(path: &Path, kind: &FolderKind) -> Option<Vec<String>> {
+        let mut text = Vec::new();
+        let mark = File::open(path.join(kind.mark)).ok()?;
+        mark.take(MOST_OF_MARK).read_to_end(&mut text).ok()?;
+        let mark = FolderMark::parse(&text).filter(|mark| mark.kind == kind.name)?;
+        Some(mark.files)
+    }
+
     /// Claims a folder for a run that writes `files`, or takes over a folder that has a mark; tells whether the folder
     /// is newly claimed.
     ///

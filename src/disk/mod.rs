@@ -92,7 +92,7 @@ fn remove_folder(path: &Path) -> io::Result<()> {
 }
 
 /// Renames a file such that the new name outlasts a power failure.
-fn rename(from: &Path, to: &Path) -> io::Result<()> {
+pub fn rename(from: &Path, to: &Path) -> io::Result<()> {
     fault::point(|| {});
     std::fs::rename(from, to)?;
     sync_folder(to);

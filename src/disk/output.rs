@@ -27,6 +27,8 @@ pub struct Output {
     temp: NamedTempFile,
     /// Bytes written so far.
     len: u64,
+    /// Whether no file of this name may be replaced.
+    is_new: bool,
     /// Removes the file if the program ends without dropping its values.
     unfinished: Unfinished,
 }
@@ -59,6 +61,14 @@ impl Output {
             Err(_) => path.to_path_buf(),
         };
         let folder = folder_of(&path);
+        if !folder.exists() {
+            let error = Error::failed(format!(
+                "cannot write {}: folder {} does not exist",
+                path.display(),
+                folder.display()
+            ));
+            return Err(error.hint("create the folder, or choose another name for the output"));
+        }
         remove_abandoned(folder);
         let temp = create_temp(folder).map_err(|e| Error::io(&path, "write", &e))?;
         let unfinished = unfinished::list(temp.path());
@@ -66,8 +76,14 @@ impl Output {
             path,
             temp,
             len: 0,
+            is_new: false,
             unfinished,
         })
+    }
+
+    /// Replaces no file, also none that another process writes in the meantime.
+    pub fn only_new(self) -> Self {
+        Self { is_new: true, ..self }
     }
 
     /// Returns the final path.
@@ -94,13 +110,20 @@ impl Output {
 
     /// Renames the complete file to its final name; returns it open and still locked.
     pub fn persist(self) -> Result<File> {
-        let path = self.path.clone();
-        let persisted = self.complete().and_then(|(temp, _listed)| {
-            fault::point(|| {});
-            temp.persist(&path).map_err(|e| e.error)
-        });
+        let (path, is_new) = (self.path.clone(), self.is_new);
+        let failed = |e| Error::io(&path, "write", &e);
+        let (temp, _listed) = self.complete().map_err(failed)?;
+        fault::point(|| {});
+        let persisted = match is_new {
+            true => temp.persist_noclobber(&path),
+            false => temp.persist(&path),
+        };
         sync_folder(&path);
-        persisted.map_err(|e| Error::io(&path, "write", &e))
+        match persisted {
+            Ok(file) => Ok(file),
+            Err(e) if is_new && e.error.kind() == io::ErrorKind::AlreadyExists => beside(e.file, &path),
+            Err(e) => Err(failed(e.error)),
+        }
     }
 
     /// Like [`Output::persist`], but fails if there is a file with the final name.
@@ -150,6 +173,30 @@ impl Write for Output {
     fn flush(&mut self) -> io::Result<()> {
         Ok(())
     }
+}
+
+/// Keeps a complete file whose name another process has taken, unless both have the same content.
+fn beside(temp: NamedTempFile, path: &Path) -> Result<File> {
+    let there = std::fs::read(path).map_err(|e| Error::io(path, "read", &e))?;
+    if std::fs::read(temp.path()).is_ok_and(|own| own == there) {
+        return File::open(path).map_err(|e| Error::io(path, "open", &e));
+    }
+    let [stem, extension] = [path.file_stem(), path.extension()]
+        .map(|part| part.map_or(String::new(), |part| part.to_string_lossy().into_owned()));
+    let dot = if extension.is_empty() { "" } else { "." };
+    for number in 2..u32::MAX {
+        let free = path.with_file_name(format!("{stem}-{number}{dot}{extension}"));
+        if temp.path().parent() == free.parent() && !free.exists() {
+            let (shown, kept) = (path.display(), free.display());
+            temp.persist(&free)
+                .map_err(|e| Error::io(&free, "write", &e.error))?;
+            return Err(Error::failed(format!(
+                "another process wrote {shown} in the meantime; this result is in {kept}"
+            ))
+            .hint("choose different outputs for commands that run at the same time"));
+        }
+    }
+    Err(Error::io(path, "write", &io::ErrorKind::AlreadyExists.into()))
 }
 
 /// Creates a locked file whose name states the system and the process that write it.

@@ -142,25 +142,42 @@ pub fn is_done(dir: &Path, job: &DumpJob, device: &str) -> Result<bool> {
 /// A dump folder that is not complete yet; dropping it removes what was written.
 pub struct NewDump {
     folder: Folder,
-    /// The place of a complete shard, to which its folder is then renamed.
+    /// The place of a complete dump, to which its folder is then renamed.
     place: Option<PathBuf>,
+    /// Whether a dump at this place is replaced.
+    replaces: bool,
     complete: bool,
 }
 
 impl NewDump {
-    /// Claims a folder for the dump of a model with `n_layers` layers.
+    /// Claims a folder for the dump of a model with `n_layers` layers. With `overwrite`, it may hold a dump, which is
+    /// replaced when the new one is complete, and other files, which stay.
     ///
     /// # Errors
-    /// The folder holds a dump or files with the names of a dump's files, or cannot be written.
-    pub fn create(dir: &Path, n_layers: usize) -> Result<Self> {
+    /// The folder holds a dump or other files without `overwrite`, or files with the names of a dump's files that belong to
+    /// none, or cannot be written.
+    pub fn create(dir: &Path, n_layers: usize, overwrite: bool) -> Result<Self> {
         if dir.as_os_str().is_empty() {
             return Err(
                 Error::usage("-o does not name a folder").hint("give the name of a new folder with -o")
             );
         }
         if dir.join(MANIFEST).exists() {
+            if overwrite {
+                // Nothing but a dump is replaced.
+                super::read::summary(dir)?;
+                let mut new = Self::attempt(dir, n_layers)?;
+                new.replaces = true;
+                return Ok(new);
+            }
             let error = Error::usage(format!("{} already contains a dump", dir.display()));
-            return Err(error.hint("remove it, or choose another folder with -o"));
+            return Err(error.hint("add --overwrite to replace it, or choose another folder with -o"));
+        }
+        let is_empty = std::fs::read_dir(dir).map_or(true, |mut files| files.next().is_none());
+        if !is_empty && !overwrite && Folder::marked(dir, &UNFINISHED).is_none() {
+            let error = Error::usage(format!("{} contains other files than a dump", dir.display()));
+            return Err(error
+                .hint("choose a new folder, or add --overwrite: the files that are there stay as they are"));
         }
         let files = files(n_layers);
         let claim = || Folder::claim(dir, &UNFINISHED, files.clone(), &Value::Null);
@@ -174,6 +191,7 @@ impl NewDump {
         Ok(Self {
             folder,
             place: None,
+            replaces: false,
             complete: false,
         })
     }
@@ -197,6 +215,7 @@ impl NewDump {
         Ok(Self {
             folder,
             place: Some(dir.to_path_buf()),
+            replaces: false,
             complete: false,
         })
     }
@@ -224,6 +243,11 @@ impl NewDump {
             self.complete = true;
             return Ok(());
         };
+        if self.replaces {
+            replace(self.folder.path(), place, self.folder.files())?;
+            self.complete = true;
+            return Ok(());
+        }
         match disk::rename_folder(self.folder.path(), place) {
             Ok(()) => {
                 self.complete = true;
@@ -234,6 +258,28 @@ impl NewDump {
             Err(e) => Err(Error::io(place, "write", &e)),
         }
     }
+}
+
+/// Puts a complete dump in the place of another. Files at that place that belong to no dump stay.
+fn replace(new: &Path, place: &Path, files: &[String]) -> Result<()> {
+    let failed = |e| Error::io(place, "write", &e);
+    let old = read_json(&place.join(MANIFEST))?;
+    let old = old["files"]
+        .as_object()
+        .into_iter()
+        .flatten()
+        .map(|(name, _)| name.as_str());
+    // Without its manifest, what is left of the old dump is no dump.
+    for name in std::iter::once(MANIFEST).chain(old.filter(|name| (UNFINISHED.holds)(name))) {
+        disk::remove_file(&place.join(name)).map_err(failed)?;
+    }
+    if std::fs::remove_dir(place).is_ok() {
+        return disk::rename_folder(new, place).map_err(failed);
+    }
+    for name in files.iter().map(String::as_str).chain([MANIFEST]) {
+        disk::rename(&new.join(name), &place.join(name)).map_err(failed)?;
+    }
+    std::fs::remove_dir(new).map_err(failed)
 }
 
 /// Tells whether a complete dump has the same files as this manifest says, byte for byte.

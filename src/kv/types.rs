@@ -49,6 +49,12 @@ impl KvType {
         }
     }
 
+    /// Returns the type of this name; `None` for other text.
+    pub fn parse(name: &str) -> Option<Self> {
+        let all = [Self::F32, Self::F16, Self::Bf16, Self::TwoBit];
+        all.into_iter().find(|kind| kind.as_str() == name)
+    }
+
     /// Returns the float type; `None` for 2-bit rows.
     pub fn float(self) -> Option<Float> {
         match self {

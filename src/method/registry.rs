@@ -136,9 +136,16 @@ impl ValueEnum for MethodName {
     }
 }
 
-/// Returns the default method: the first one whose section the artifact has, else full attention.
+/// The method that a run takes first.
+const OWN: &str = "wpq";
+
+/// Returns the default method: our own if the artifact has its section, then the first one whose section it has, else full
+/// attention.
 pub fn default_method(artifact: Option<&Artifact>) -> MethodName {
-    let calibrated = METHODS.iter().find(|method| method.section(artifact).is_some());
+    let own = METHODS.iter().filter(|method| method.as_str() == OWN);
+    let calibrated = own
+        .chain(METHODS)
+        .find(|method| method.section(artifact).is_some());
     calibrated.copied().unwrap_or(FULL)
 }
 

@@ -30,6 +30,19 @@ pub fn find(given: PathBuf) -> PathBuf {
     found.unwrap_or(given)
 }
 
+/// Names the model in a folder: the id of a snapshot in the hub's cache, else the name of the folder.
+pub fn name(dir: &Path) -> String {
+    let dir = dir.canonicalize().unwrap_or_else(|_| dir.to_owned());
+    let folders = dir.ancestors().filter_map(Path::file_name);
+    let mut ids = folders.filter_map(|name| name.to_str()?.strip_prefix("models--"));
+    match (dir.parent().and_then(Path::file_name), ids.next()) {
+        (Some(parent), Some(id)) if parent == "snapshots" => id.replacen("--", "/", 1),
+        _ => dir
+            .file_name()
+            .map_or(String::new(), |name| name.to_string_lossy().into_owned()),
+    }
+}
+
 /// Lists the models that a folder without config.json contains, each with what `--model` takes for it and its folder: the
 /// folder of a model in the hub's cache has one, the cache itself, or the folder above it, has those that were
 /// downloaded, and `snapshots` has the versions of one. Of other folders, the checkpoints in them count if `any` is true.

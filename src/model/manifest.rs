@@ -12,6 +12,9 @@ use crate::error::{Error, Result};
 /// fingerprint of the checkpoint.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct ModelManifest {
+    /// What the model's folder was called.
+    #[serde(default, skip_serializing_if = "ModelName::is_unknown")]
+    pub name: ModelName,
     /// `model_type` of the config.
     pub model_type: String,
     /// Fingerprint of config and weights.
@@ -31,10 +34,33 @@ pub struct ModelManifest {
     rest: Map<String, Value>,
 }
 
+/// The name of a model, for people. It tells no model from another: all names are equal.
+#[derive(Clone, Debug, Default, Serialize, Deserialize)]
+#[serde(transparent)]
+pub struct ModelName(Option<String>);
+
+impl PartialEq for ModelName {
+    fn eq(&self, _: &Self) -> bool {
+        true
+    }
+}
+
+impl ModelName {
+    fn is_unknown(&self) -> bool {
+        self.0.is_none()
+    }
+
+    /// Returns the name, or an empty text for a file of an earlier version.
+    pub fn as_str(&self) -> &str {
+        self.0.as_deref().unwrap_or_default()
+    }
+}
+
 impl ModelManifest {
-    /// Makes the description of a model with this config and fingerprint.
-    pub fn new(config: &ModelConfig, fingerprint: &str) -> Result<Self> {
+    /// Makes the description of a model with this name, config and fingerprint.
+    pub fn new(name: &str, config: &ModelConfig, fingerprint: &str) -> Result<Self> {
         let mut fields = config.canonical();
+        fields["name"] = name.into();
         fields["fingerprint"] = fingerprint.into();
         fields["max_position_embeddings"] = config.max_position_embeddings.into();
         serde_json::from_value(fields).map_err(|e| Error::failed(format!("internal: model manifest: {e}")))

@@ -7,6 +7,7 @@ use std::ops::Range;
 use super::eval::Passage;
 use crate::corpus::{Beyond, Corpus, Reserve};
 pub use probe::{LEAST_ACCURACY, LEAST_QUESTIONS, PLANNED_STEPS, Probe, ProbeKind, Score};
+pub use probe::{QUESTIONS, QuestionTokens, questions};
 
 /// Most tokens of a block, unless it is one of full length.
 pub const BLOCK: usize = 2048;
@@ -233,7 +234,7 @@ mod tests {
         let options = CorpusOptions {
             seq_len: None,
             max_tokens: 0,
-            uuid_tokens: 0,
+            uuid_tokens: Some(0),
             holdout,
             seed: 0,
         };
@@ -254,6 +255,7 @@ mod tests {
         let reserve = Reserve {
             text: (100_000..100_000 + beyond.text as u32).collect(),
             uuids: vec![8; beyond.uuids],
+            is_cut: true,
         };
         let made = Material::new(&corpus, &reserve, WANTED);
         let all: Vec<_> = made.all().map(counts).collect();
@@ -283,6 +285,7 @@ mod tests {
         let reserve = Reserve {
             text: vec![9; 3 * 2048 + 100],
             uuids: Vec::new(),
+            is_cut: false,
         };
         let made = Material::new(&corpus, &reserve, WANTED);
         let all: Vec<_> = made.all().map(counts).collect();
@@ -315,7 +318,7 @@ mod tests {
             let options = CorpusOptions {
                 seq_len: None,
                 max_tokens: 0,
-                uuid_tokens: 0,
+                uuid_tokens: Some(0),
                 holdout,
                 seed: 3,
             };

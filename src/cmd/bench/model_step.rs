@@ -78,7 +78,7 @@ fn methods_help() -> String {
 pub fn run(args: &ModelArgs, global: &Global) -> Result<()> {
     if matches!(global.device, DeviceFlag::Cpu | DeviceFlag::Wgpu) {
         return Err(Error::device("`bench decode` needs an NVIDIA GPU")
-            .hint("use --device cuda; on the CPU, use `kvsmith run`, which prints the tokens per second of a checkpoint"));
+            .hint("on a machine without one, use `kvsmith bench attend` for one layer, or `kvsmith run`, which prints the tokens per second of a checkpoint"));
     }
     if let Some(name) = without(&args.methods, on_cuda) {
         return Err(

@@ -1,5 +1,7 @@
 //! What benchmarks share: timed runs, the rows of their results, random matrices, amounts of memory.
 
+use std::io::IsTerminal;
+
 use ndarray::{Array2, Array3, Axis};
 use rand::{Rng, SeedableRng};
 use rand_chacha::ChaCha8Rng;
@@ -10,7 +12,7 @@ use crate::cmd::args::Global;
 use crate::cmd::{merge, print, print_json};
 use crate::error::{Error, Result};
 use crate::interrupt;
-use crate::progress::{COLUMNS, size, wrapped};
+use crate::progress::{columns, size, wrapped};
 
 /// The seconds of several runs.
 pub struct Times {
@@ -54,6 +56,8 @@ pub fn measure<T>(runs: usize, mut once: impl FnMut() -> Result<T>) -> Result<Ve
 /// The results of a benchmark: printed one by one, or together as the document of `--json`.
 pub struct Results<'a> {
     global: &'a Global,
+    /// The shape that was printed last.
+    shape: String,
     rows: Vec<Value>,
 }
 
@@ -62,6 +66,7 @@ impl<'a> Results<'a> {
     pub fn new(global: &'a Global) -> Self {
         Self {
             global,
+            shape: String::new(),
             rows: Vec::new(),
         }
     }
@@ -87,7 +92,17 @@ impl<'a> Results<'a> {
         });
         merge(&mut row, more);
         self.rows.push(row);
-        let text = wrapped(&format!("{name} ({shape})\n  {}", says.join("\n  ")), COLUMNS);
+        // One row per result, under a line for each shape.
+        let heading = match self.shape == shape {
+            true => String::new(),
+            false => format!("{shape}\n"),
+        };
+        shape.clone_into(&mut self.shape);
+        let row = format!("  {name:<22} {}", says.join("; "));
+        let text = match std::io::stdout().is_terminal() {
+            true => heading + &wrapped(&row, columns()),
+            false => heading + &row,
+        };
         if self.global.json {
             self.global.log().note(&text);
             return Ok(());

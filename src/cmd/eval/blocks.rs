@@ -4,7 +4,7 @@ use std::ops::Range;
 
 use serde_json::{Value, json};
 
-use super::{Args, is_stopped};
+use super::{Args, SAMPLED, is_stopped, spread};
 use crate::corpus::{Corpus, CorpusOptions, CorpusSource};
 use crate::error::{Error, Result};
 use crate::model::Decoder;
@@ -33,7 +33,7 @@ impl Blocks {
         let options = CorpusOptions {
             seq_len: args.seq_len,
             max_tokens: args.max_tokens,
-            uuid_tokens: args.uuid_tokens,
+            uuid_tokens: Some(args.uuid_tokens),
             holdout: 0.0,
             seed,
         };
@@ -59,10 +59,20 @@ impl Blocks {
         self.usable.iter().map(Range::len).max().unwrap_or(0)
     }
 
-    /// Evaluates the first block with fewer steps, since what a step reads changes little from step to step.
-    pub fn sample(&self, args: &Args, evaluation: &mut Evaluation) -> Result<()> {
-        let ids = &self.corpus.ids[self.usable[0].clone()];
-        evaluation.block(ids, args.turns, args.decode.min(SAMPLED_STEPS), &mut || {})
+    /// Evaluates some blocks with fewer steps, since what a step reads changes little from step to step; `done` is called
+    /// after each block.
+    pub fn sample(&self, args: &Args, evaluation: &mut Evaluation, done: &mut dyn FnMut()) -> Result<()> {
+        for i in spread(self.usable.len(), SAMPLED) {
+            let ids = &self.corpus.ids[self.usable[i].clone()];
+            evaluation.block(ids, args.turns, args.decode.min(SAMPLED_STEPS), &mut || {})?;
+            done();
+        }
+        Ok(())
+    }
+
+    /// Counts the blocks.
+    pub fn count(&self) -> usize {
+        self.usable.len()
     }
 
     /// Evaluates every block; returns how much was evaluated, and whether the user stopped it.

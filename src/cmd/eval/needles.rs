@@ -7,12 +7,14 @@ use std::path::Path;
 use serde::Deserialize;
 use serde_json::{Value, json};
 
-use super::is_stopped;
+use super::{Args, is_stopped};
+use crate::cmd::args::Global;
 use crate::error::{Error, Result};
 use crate::model::Decoder;
 use crate::model::tokenizer::Tokenizer;
 use crate::progress::Log;
-use crate::runner::eval::{Asking, Evaluation, Group, Needle, Question};
+use crate::runner::eval::{Asking, Evaluation, Group, Needle, Passage, Question};
+use crate::runner::verdict::{QuestionTokens, questions};
 use expected::{BETWEEN, Expected};
 
 /// A line of a needle file.
@@ -376,6 +378,55 @@ pub(super) fn open(path: &Path, reader: Reader, log: Log) -> Result<Vec<NeedleLi
         ));
     }
     Ok(lines)
+}
+
+/// Texts of each length in which facts are hidden.
+const MADE: usize = 20;
+
+/// Hides facts in the text of `--text`, and makes a conversation about each of [`MADE`] pieces of every length.
+///
+/// # Errors
+/// Text that cannot be read, or has too few tokens for a single piece; pieces that are too short for the facts.
+pub(super) fn made(args: &Args, reader: Reader, global: &Global) -> Result<Vec<NeedleLine>> {
+    let tokenizer = reader.needed()?;
+    let wanted = args.lengths.iter().map(|length| MADE * length).sum();
+    let read = args.text.files().tokenise(&args.model, tokenizer, wanted, 0)?;
+    let ids: Vec<u32> = read.documents.into_iter().flatten().collect();
+    let (mut lines, mut rest) = (Vec::new(), &ids[..]);
+    for &length in &args.lengths {
+        let count = MADE.min(rest.len() / length);
+        let (own, others) = rest.split_at(count * length);
+        rest = others;
+        let texts: Vec<Passage> = own
+            .chunks_exact(length)
+            .filter_map(|ids| Passage::new(ids, 1))
+            .collect();
+        let asked = questions(&texts, tokenizer, global.seed)?;
+        if asked.len() < MADE {
+            global.log().note(&format!(
+                "questions about {} texts of {length} tokens only: the text is too short for {MADE}",
+                asked.len()
+            ));
+        }
+        for of_text in asked {
+            let question = |[before, question, answer]: QuestionTokens| {
+                let asking = reader.asking(before, Some(question))?;
+                Ok(Question { asking, answer })
+            };
+            lines.push(NeedleLine {
+                group: Group {
+                    task: Some("facts".to_owned()),
+                    length: Some(length as u64),
+                },
+                questions: Questions::Conversation(of_text.into_iter().map(question).collect::<Result<_>>()?),
+            });
+        }
+    }
+    match lines.is_empty() {
+        true => Err(Error::failed("the text is too short for questions")
+            .hint("give more text, or other --lengths, of at least some 1,000 tokens each")),
+        false => Ok(lines),
+    }
 }
 
 /// Asks every line; returns how many were asked and answered, and whether the user stopped it.

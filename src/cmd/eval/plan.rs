@@ -115,7 +115,7 @@ pub struct Planned {
 /// A method without a budget; a budget without a method; an error of `read`.
 pub fn rows(args: &Args, entries: &[Entry], log: Log, read: &mut reads::ReadShares) -> Result<Vec<Planned>> {
     if !args.reads.is_empty() {
-        log.note("searching the budgets that read the shares of --reads, on the first block or line");
+        log.note("searching the budgets that read the shares of --reads, on some of the blocks or lines");
         let found = reads::find(entries.len(), &args.reads, read)?;
         let row = |found: &reads::Found| Planned {
             entry: found.method,

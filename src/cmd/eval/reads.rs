@@ -6,14 +6,14 @@ use crate::kv::Budget;
 /// A share counts as met if what is read differs from it by at most this fraction of the share.
 const TOLERANCE: f64 = 0.01;
 
-/// Most rounds of a search; each evaluates the sample once for all methods and shares.
-const ROUNDS: usize = 8;
+/// Most rounds of a search after the first; each evaluates the sample once for all methods and shares.
+const ROUNDS: usize = 2;
 
 /// The smallest fraction tried: a budget of one position in every context.
 const LEAST: f64 = 1e-9;
 
 /// The budgets of the first round.
-const STARTS: [f64; 5] = [LEAST, 0.02, 0.06, 0.15, 0.4];
+const STARTS: [f64; 10] = [LEAST, 0.01, 0.02, 0.04, 0.07, 0.11, 0.16, 0.25, 0.4, 0.65];
 
 /// Where the logarithmic scale of a search begins; budgets below it seldom differ by a position.
 const FLOOR: f64 = 1e-3;
@@ -199,7 +199,7 @@ mod tests {
             |_| 1.0,
         ];
         let (found, rounds) = search(&reads, &[0.03, 0.05, 0.2]);
-        assert!(rounds <= 4, "{rounds} samples");
+        assert!(rounds <= 3, "{rounds} samples");
         for found in found {
             let (method, target) = (found.method, found.target);
             let can = method != 3 && (method, target) != (0, 0.03);

@@ -12,7 +12,7 @@ use crate::artifact::Artifact;
 use crate::error::Result;
 use crate::method::registry::constant_bytes;
 use crate::method::tail;
-use crate::runner::eval::{Bootstrap, Evaluation, StepMetrics, VariantReport};
+use crate::runner::eval::{Answers, Bootstrap, Evaluation, StepMetrics, VariantReport};
 
 /// A metric over some blocks of text, with its name.
 type TextMetric = (&'static str, fn(&StepMetrics) -> f64);
@@ -271,8 +271,11 @@ const DETAILS: [EvalColumn; 7] = [
     ("KL p99", 8, |row| decimal(row, "kl_p99")),
 ];
 
-/// Writes the rows as tables; `questions` says how questions were fed, if some were asked.
-pub fn text(rows: &[Value], questions: Option<Feeding>) -> String {
+/// A row whose share of the bytes differs from the requested one by more than this fraction of it is marked.
+const OFF: f64 = 0.05;
+
+/// Writes the rows as tables; `counted` is the key of the bytes that --reads counts, and `questions` says how questions were fed and what full attention answered, if some were asked.
+pub fn text(rows: &[Value], questions: Option<(Feeding, &Answers)>, counted: &str) -> String {
     let (main, details): (&[EvalColumn], &[EvalColumn]) = match questions {
         Some(_) => (&ON_NEEDLES, &DETAILS[..3]),
         None => (&ON_TEXT, &DETAILS),
@@ -280,8 +283,18 @@ pub fn text(rows: &[Value], questions: Option<Feeding>) -> String {
     let (files, flags) = (values_of(rows, "artifact"), values_of(rows, "flags"));
     let place = |row| place(row, &files, &flags);
     let mut out = heading(main);
+    let is_full = |row: &Value| row["method"] == "full";
+    if let Some((_, full)) =
+        questions.filter(|_| !rows.iter().any(|row| is_full(row) && !row["budget"].is_null()))
+    {
+        let whole = json!({ "bytes_read_fraction": 1.0, "needle_accuracy": full.accuracy() });
+        out += &line(&format!("{:<14} {:>7}", "full", ""), &whole, main);
+    }
     for row in rows {
         let least = row["reads_sample"].as_f64().filter(|_| row["budget"].is_null());
+        if least.is_some() && is_full(row) {
+            continue;
+        }
         if let Some(least) = least {
             let target = 100.0 * number(row, "reads_target");
             out += &format!(
@@ -313,11 +326,28 @@ pub fn text(rows: &[Value], questions: Option<Feeding>) -> String {
             );
         }
     }
-    out += match questions {
-        Some(Feeding::Decode) => "questions: decoded token by token\n",
-        Some(Feeding::Prefill) => "questions: prefilled with the prompt, by exact attention\n",
-        None => "",
-    };
+    if let Some((feeding, full)) = questions {
+        let fed = match feeding {
+            Feeding::Decode => "decoded token by token",
+            Feeding::Prefill => "prefilled with the prompt, by exact attention",
+        };
+        out += &format!("questions: {} in {} lines, {fed}\n", full.asked(), full.lines());
+    }
+    for row in rows.iter().filter(|row| !row["budget"].is_null()) {
+        let keys = ["reads_target", "reads_sample", counted];
+        let [Some(target), Some(sample), Some(read)] = keys.map(|key| row[key].as_f64()) else {
+            continue;
+        };
+        if (read / target - 1.0).abs() > OFF {
+            out += &format!(
+                "{}: asked for {:.1}%, read {:.1}% ({:.1}% in the search)\n",
+                place(row).trim_end(),
+                100.0 * target,
+                100.0 * read,
+                100.0 * sample
+            );
+        }
+    }
     out += "\n";
     out += &heading(details);
     for row in rows.iter().filter(|row| !row["budget"].is_null()) {

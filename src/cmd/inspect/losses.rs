@@ -33,12 +33,18 @@ pub(in crate::cmd) fn losses(verdict: &Verdict) -> Vec<f64> {
 pub fn recommendation(verdict: &Verdict) -> String {
     let usual = verdict.usual();
     let limit = verdict.limit();
+    if usual.is_none() && verdict.rows.iter().any(|row| row.measured.is_some()) {
+        return paragraph(
+            "recommended",
+            "nothing: every method was dropped after the first blocks",
+        );
+    }
     let mut out = String::new();
     for loss in losses(verdict) {
         let heading = if out.is_empty() { "recommended" } else { "" };
         let what = match verdict.within(loss) {
             Some((row, of)) => flags(row, of),
-            None => "nothing measured is within it; raise --verdict-reads".to_owned(),
+            None => "nothing measured; measure larger --verdict-reads".to_owned(),
         };
         let is_usual = loss == limit && verdict.within(loss).is_some();
         let mark = if is_usual { " *" } else { "" };
@@ -56,7 +62,14 @@ pub fn recommendation(verdict: &Verdict) -> String {
         ),
         None => String::new(),
     };
-    if usual.is_some() {
+    if let Some((_, of)) = usual {
+        out += &paragraph(
+            "",
+            &format!(
+                "KL in nats; in {:.0} % of the steps, the setting that `run` uses changes the most probable token",
+                100.0 * (1.0 - of.top1_equal)
+            ),
+        );
         for caution in cautions(verdict) {
             out += &paragraph("", &caution);
         }
@@ -214,7 +227,7 @@ fn heads(verdict: &Verdict, artifact: &Artifact) -> Result<String> {
         );
         for (error, layer, head) in ranked.into_iter().take(WORST) {
             out += &format!(
-                "  layer {layer}  head {head}  output error {}, read {} of the attention mass\n",
+                "  layer {layer}  head {head}  output error {}, attends to {} of the attention mass\n",
                 share(error),
                 share(of.heads.mass[layer][head])
             );
@@ -226,7 +239,7 @@ fn heads(verdict: &Verdict, artifact: &Artifact) -> Result<String> {
     if let Some(of) = least {
         let settled = places(&of.heads.mass, |mass| *mass >= SETTLED);
         out += &list(
-            "with no gain (first and last positions get 99 % of attention)",
+            "that gain nothing from an index (first and last positions get 99 % of attention)",
             &settled,
         );
     }

@@ -9,7 +9,7 @@ use crate::artifact::Artifact;
 use crate::cmd::args::Global;
 use crate::cmd::print;
 use crate::cmd::reading::Reading;
-use crate::error::{Error, Result};
+use crate::error::{Error, Kind, Result};
 use crate::interrupt;
 use crate::kv::KvType;
 use crate::kv::sample::Sampler;
@@ -29,6 +29,8 @@ pub(super) enum Stop {
     Text,
     /// At the maximum number of tokens.
     Length,
+    /// At the model's context.
+    Context,
     /// At an interrupt by the user.
     Interrupted,
 }
@@ -112,10 +114,23 @@ impl Conversation<'_, '_> {
                 Turn::Reset => return Ok(End::Reset),
                 Turn::End => return Ok(End::Input),
             };
-            let reply = self.turn(ids)?;
+            let replying = self.turns.are_typed().then(interrupt::Reply::begin);
+            let reply = self.turn(ids);
+            let is_ended = replying.as_ref().is_some_and(interrupt::Reply::is_ended);
+            drop(replying);
+            let reply = match reply {
+                Err(e) if is_ended && e.kind() == Kind::Interrupted => {
+                    self.global.log().note(
+                        "interrupted while your message was being read: the conversation so far is lost",
+                    );
+                    self.turns.reset();
+                    return Ok(End::Reset);
+                }
+                reply => reply?,
+            };
             let stop = reply.stop;
             self.replies.push(reply);
-            if stop == Stop::Interrupted {
+            if stop == Stop::Interrupted && !is_ended {
                 return Err(Error::interrupted());
             }
         }
@@ -140,7 +155,11 @@ impl Conversation<'_, '_> {
         let config = self.turns.config();
         let context = config.max_position_embeddings;
         let fed = self.session.positions() + ids.len();
-        let total = fed.saturating_add(self.args.max_new);
+        let longest = fed.saturating_add(self.args.max_new);
+        let total = match self.args.beyond_context {
+            true => longest,
+            false => longest.min(context.max(fed)),
+        };
         if fed > context && !self.args.beyond_context {
             let what = match self.replies.is_empty() {
                 true => {
@@ -152,18 +171,23 @@ impl Conversation<'_, '_> {
                     )
                 }
             };
-            return Err(Error::failed(what)
-                .hint("shorten it, or add --beyond-context (answers may then be worthless)"));
+            let hint = match self.replies.is_empty() {
+                true => "shorten it, or add --beyond-context (answers may then be worthless)",
+                false => {
+                    "use /reset before the context is full, or add --beyond-context (answers may then be worthless)"
+                }
+            };
+            return Err(Error::failed(what).hint(hint));
         }
         let method = self.choice.method;
         self.artifact
-            .take_if(|artifact| Reading::warn_beyond_calibration(&[method], artifact, total, log));
+            .take_if(|artifact| Reading::warn_beyond_calibration(&[method], artifact, total, context, log));
         if let Some(most) = self.choice.measured.take_if(|most| total > *most) {
             log.warn(&format!(
-                "the tokens so far and --max-new add up to {total} positions, but the artifact's recommendation was measured on at most {most}; what it loses beyond is not known"
+                "the tokens so far and --max-new add up to {total} positions, but the recommended setting was measured only up to {most}; its loss beyond that is unknown"
             ));
         }
-        if total > context {
+        if total > context && self.args.beyond_context {
             log.warn(&format!(
                 "the tokens so far and --max-new add up to {total} positions, more than the model's context of {context} tokens"
             ));
@@ -181,8 +205,14 @@ impl Conversation<'_, '_> {
         let mut reply = self.generate(&ids)?;
         reply.prompt_tokens = prompt_tokens;
         if chat {
+            let cut = match reply.stop {
+                Stop::Token | Stop::Text => "",
+                Stop::Length => ", cut at --max-new",
+                Stop::Context => ", cut at the model's context",
+                Stop::Interrupted => ", ended by Ctrl-C",
+            };
             log.note(&format!(
-                "turn {}: prompt of {} in {:.2} s, reply of {} in {:.2} s",
+                "turn {}: prompt of {} in {:.2} s, reply of {} in {:.2} s{cut}",
                 self.replies.len() + 1,
                 tokens(prompt_tokens),
                 reply.prefill_s,
@@ -221,6 +251,7 @@ impl Conversation<'_, '_> {
         let mut ids = Vec::new();
         let mut stop = Stop::Length;
         let mut text = StopText::new(&self.args.stop);
+        let context = self.turns.config().max_position_embeddings;
         while ids.len() < self.args.max_new {
             ids.push(next);
             self.sampler.observe(&[next]);
@@ -238,6 +269,10 @@ impl Conversation<'_, '_> {
             }
             if interrupt::requested() {
                 stop = Stop::Interrupted;
+                break;
+            }
+            if self.session.positions() >= context && !self.args.beyond_context {
+                stop = Stop::Context;
                 break;
             }
             next = self.session.next(next, &mut self.sampler)?;

@@ -1,6 +1,6 @@
 //! The lines of a chat: from a person at a terminal, with editing and a history, or from a file or a pipe.
 
-use std::io::{BufRead, IsTerminal};
+use std::io::{BufRead, IsTerminal, Read};
 use std::sync::mpsc::{Receiver, RecvTimeoutError, sync_channel};
 use std::time::Duration;
 
@@ -18,8 +18,8 @@ const HELP: &str = "\
 /stats  show times and how much of the cache was read
 /reset  forget the conversation and start a new one
 /exit   end the program (or Ctrl-D)
-Any other line is a message to the model, also one that begins with // or with
-a slash and a space. Ctrl-C ends the reply and the program.";
+Other lines go to the model unchanged, including those that begin with // or
+with a slash and a space; an unknown /word does not. Ctrl-C ends the reply; at the prompt, it ends the program.";
 
 /// A line of a chat.
 #[derive(Debug, PartialEq, Eq)]
@@ -36,26 +36,23 @@ pub(super) enum Line {
 
 /// The source of the lines.
 pub(super) enum Lines {
-    /// A person types them.
-    Typed(Box<DefaultEditor>),
+    /// A person types them; holds the lines so far. There is an editor only while a line is read, because it takes Ctrl-C
+    /// for itself.
+    Typed(Vec<String>),
     /// Read by a thread, so that Ctrl-C can end the wait for a line.
     Piped(Receiver<std::io::Result<String>>),
 }
 
 impl Lines {
-    pub(super) fn open() -> Result<Self> {
+    pub(super) fn open(log: Log) -> Result<Self> {
         if std::io::stdin().is_terminal() {
-            // The editor writes to the terminal itself, since stdout carries replies only.
-            let config = Config::builder()
-                .behavior(Behavior::PreferTerm)
-                .auto_add_history(true)
-                .build();
-            let editor = DefaultEditor::with_config(config).map_err(|e| unreadable(&e.to_string()))?;
-            return Ok(Self::Typed(Box::new(editor)));
+            log.note("chat: type a message, or /help for the commands");
+            return Ok(Self::Typed(Vec::new()));
         }
         let (sender, lines) = sync_channel(0);
         let read = move || {
-            for line in std::io::stdin().lock().lines() {
+            let mut stdin = std::io::stdin().lock();
+            while let Some(line) = line(&mut stdin).transpose() {
                 let failed = line.is_err();
                 if sender.send(line).is_err() || failed {
                     break;
@@ -95,10 +92,13 @@ impl Lines {
     fn read(&mut self) -> Result<Option<String>> {
         let lines = match self {
             Self::Piped(lines) => lines,
-            Self::Typed(editor) => {
+            Self::Typed(history) => {
                 interrupt::check()?;
-                return match editor.readline("> ") {
-                    Ok(line) => Ok(Some(line)),
+                return match typed(history) {
+                    Ok(line) => {
+                        history.push(line.clone());
+                        Ok(Some(line))
+                    }
                     Err(ReadlineError::Eof) => Ok(None),
                     Err(ReadlineError::Interrupted) => Err(Error::interrupted()),
                     Err(e) => Err(unreadable(&e.to_string())),
@@ -115,6 +115,43 @@ impl Lines {
             }
         }
     }
+}
+
+/// Reads a line that a person types, with editing and the lines before it.
+fn typed(history: &[String]) -> rustyline::Result<String> {
+    // The editor writes to the terminal itself, since stdout carries replies only.
+    let config = Config::builder().behavior(Behavior::PreferTerm).build();
+    let mut editor = DefaultEditor::with_config(config)?;
+    for line in history {
+        editor.add_history_entry(line)?;
+    }
+    editor.readline("> ")
+}
+
+/// Most bytes of a line.
+const MOST: u64 = 1 << 26;
+
+/// Reads a line without its end; `None` after the last one.
+fn line(stdin: &mut impl BufRead) -> std::io::Result<Option<String>> {
+    let mut bytes = Vec::new();
+    if stdin.take(MOST).read_until(b'\n', &mut bytes)? == 0 {
+        return Ok(None);
+    }
+    if bytes.len() as u64 == MOST && !bytes.ends_with(b"\n") {
+        let what = "a line has more than 64 MiB";
+        return Err(std::io::Error::new(std::io::ErrorKind::InvalidData, what));
+    }
+    for end in [b'\n', b'\r'] {
+        if bytes.last() == Some(&end) {
+            bytes.pop();
+        }
+    }
+    String::from_utf8(bytes).map(Some).map_err(|_| {
+        std::io::Error::new(
+            std::io::ErrorKind::InvalidData,
+            "stream did not contain valid UTF-8",
+        )
+    })
 }
 
 /// Returns the word of a line that looks like a command, a slash and letters, but is none. A path has more slashes.

@@ -7,7 +7,7 @@ use super::{Conversation, Reply};
 use crate::cmd::{merge, print_json};
 use crate::error::Result;
 use crate::method::registry::FULL;
-use crate::progress::{COLUMNS, size, wrapped};
+use crate::progress::{columns, size, wrapped};
 use crate::runner::Counts;
 
 /// What a run's decode steps read, by layer.
@@ -159,7 +159,7 @@ impl<'a, 'd> Conversation<'a, 'd> {
     /// Notes the times of all turns and how much they read, one fact per line.
     pub fn note(&self) -> Result<()> {
         let (session, times, log) = (&self.session, Times::of(&self.replies), self.global.log());
-        let method = self.choice.method.as_str();
+        let method = self.choice.name();
         if self.replies.is_empty() {
             log.note(&format!("{method}: no reply yet"));
             return Ok(());
@@ -178,8 +178,26 @@ impl<'a, 'd> Conversation<'a, 'd> {
             format!("{:.1} % of the KV rows read", 100.0 * session.shares()?.read),
         ];
         facts.extend(self.ran()?.text());
-        log.note(&wrapped(&facts.join("\n  "), COLUMNS));
+        log.note(&wrapped(&facts.join("\n  "), columns()));
         Ok(())
+    }
+
+    /// Describes the run for a comparison with others.
+    pub fn compared(&self) -> Result<Value> {
+        let times = Times::of(&self.replies);
+        let reply = self.replies.last();
+        Ok(json!({
+            "method": self.choice.name(),
+            "budget": self.choice.budget.value(),
+            "kv": self.kv.as_str(),
+            "ids": reply.map(|reply| &reply.ids),
+            "text": reply.map(|reply| &reply.text),
+            "stop_reason": reply.map(|reply| reply.stop),
+            "prefill_s": times.prefill_s,
+            "decode_s": times.decode_s,
+            "tokens_per_s": times.tokens_per_s,
+            "bytes_read_fraction": self.ran()?.bytes_fraction(),
+        }))
     }
 
     /// Notes what [`Conversation::note`] does, and prints the document of `--json`.

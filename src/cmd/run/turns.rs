@@ -44,7 +44,11 @@ fn prompt(args: &Args) -> Result<Option<String>> {
         true => std::io::read_to_string(std::io::stdin().lock()),
         false => std::fs::read_to_string(path),
     };
-    let mut text = read.map_err(|e| Error::io(path, "read", &e))?;
+    let mut text = read.map_err(|e| match e.kind() {
+        std::io::ErrorKind::InvalidData => Error::failed(format!("{} is not UTF-8 text", path.display()))
+            .hint("convert it to UTF-8, for example with iconv"),
+        _ => Error::io(path, "read", &e),
+    })?;
     if text.ends_with('\n') {
         text.pop();
         if text.ends_with('\r') {
@@ -106,7 +110,7 @@ impl<'a> Turns<'a> {
             TurnSource::Text {
                 first: text,
                 style: Style::open(args, log)?,
-                lines: Lines::open()?,
+                lines: Lines::open(log)?,
             }
         } else {
             if ChatTemplate::exists(&args.model) {
@@ -158,6 +162,29 @@ impl<'a> Turns<'a> {
     /// Returns the model's configuration.
     pub fn config(&self) -> &'a ModelConfig {
         &self.decoder.config
+    }
+
+    /// Tells whether a person at a terminal types the turns.
+    pub fn are_typed(&self) -> bool {
+        matches!(
+            &self.source,
+            TurnSource::Text {
+                lines: Lines::Typed(_),
+                ..
+            }
+        )
+    }
+
+    /// Takes this prompt as the only turn that is left.
+    pub fn again(&mut self, ids: Vec<u32>) {
+        self.source = TurnSource::Ids(vec![ids].into_iter());
+    }
+
+    /// Forgets the conversation.
+    pub fn reset(&mut self) {
+        if let TurnSource::Text { style, .. } = &mut self.source {
+            style.reset();
+        }
     }
 
     /// Counts the prompt tokens that are known at the start.

@@ -11,6 +11,7 @@ use crate::dump::{self, MANIFEST, MAX_SHARDS};
 use crate::error::{Error, Result};
 use crate::method::sections::SECTIONS;
 use crate::progress::{duration, harmless};
+use crate::work;
 
 /// How many folders deep parts are looked for.
 const DEPTH: usize = 4;
@@ -29,6 +30,21 @@ pub struct FoundLayers {
     pub layers: Range<usize>,
     pub n_layers: usize,
     pub bytes: u64,
+}
+
+/// A dump of a whole text.
+pub struct FoundDump {
+    pub name: String,
+    pub n_layers: usize,
+    pub tokens: usize,
+    pub bytes: u64,
+}
+
+/// The folder of --work of a calibration that has not ended.
+pub struct FoundWork {
+    pub name: String,
+    /// Layers that are finished, and all layers.
+    pub layers: [usize; 2],
 }
 
 /// The note of a task.
@@ -125,6 +141,8 @@ pub struct Found {
     pub shards: Vec<FoundShard>,
     pub layers: Vec<FoundLayers>,
     pub tasks: Vec<TaskNote>,
+    pub dumps: Vec<FoundDump>,
+    pub works: Vec<FoundWork>,
     /// What is damaged, or does not belong together.
     pub problems: Vec<String>,
     /// The first shard or file, to which the others are compared: its name, model and text.
@@ -140,8 +158,25 @@ impl Found {
     /// The folder cannot be read.
     pub fn below(dir: &Path) -> Result<Self> {
         let mut found = Self::default();
-        found.look(dir, DEPTH).map_err(|e| Error::io(dir, "read", &e))?;
+        std::fs::read_dir(dir).map_err(|e| Error::io(dir, "read", &e))?;
+        if !found.take(dir) {
+            found.look(dir, DEPTH).map_err(|e| Error::io(dir, "read", &e))?;
+        }
         Ok(found)
+    }
+
+    /// Takes a folder that is a dump, a shard of one, or the work folder of a calibration; tells whether it is.
+    fn take(&mut self, dir: &Path) -> bool {
+        if dir.join(MANIFEST).is_file() {
+            self.add_dump(dir);
+            return true;
+        }
+        let Some(layers) = work::progress(dir) else {
+            return false;
+        };
+        let name = dir.display().to_string();
+        self.works.push(FoundWork { name, layers });
+        true
     }
 
     fn look(&mut self, dir: &Path, depth: usize) -> std::io::Result<()> {
@@ -155,11 +190,11 @@ impl Found {
                 self.tasks.extend(note);
             } else if name.starts_with('.') {
                 continue;
-            } else if path.join(MANIFEST).is_file() {
-                self.add_shard(&path);
-            } else if path.is_dir() && depth > 0 {
-                // A folder that cannot be read has nothing to show.
-                let _ = self.look(&path, depth - 1);
+            } else if path.is_dir() {
+                if !self.take(&path) && depth > 0 {
+                    // A folder that cannot be read has nothing to show.
+                    let _ = self.look(&path, depth - 1);
+                }
             } else if path.extension().is_some_and(|of| of == "safetensors") {
                 self.add_layers(&path);
             }
@@ -167,13 +202,18 @@ impl Found {
         Ok(())
     }
 
-    fn add_shard(&mut self, path: &Path) {
+    fn add_dump(&mut self, path: &Path) {
         let summary = match dump::summary(path) {
             Ok(summary) => summary,
             Err(e) => return self.problems.push(e.to_string()),
         };
         let Some(shard) = summary.shard else {
-            return;
+            return self.dumps.push(FoundDump {
+                name: path.display().to_string(),
+                n_layers: summary.origin.model.sizes.n_layers,
+                tokens: summary.origin.calibration.tokens,
+                bytes: summary.bytes,
+            });
         };
         self.compare(path, &json!(summary.origin));
         let (name, options) = (path.display().to_string(), json!([summary.options, shard.count]));

@@ -26,7 +26,7 @@ use crate::progress::Log;
 use crate::runner::Options;
 use crate::runner::eval::{Bootstrap, Layerwise, Metrics, Passage, Variant, VariantReport};
 use crate::runner::verdict::{
-    LEAST_ACCURACY, LEAST_QUESTIONS, Material, Probe, ProbeKind, Score, TOGETHER, Texts,
+    LEAST_ACCURACY, LEAST_QUESTIONS, Material, Probe, ProbeKind, QUESTIONS, Score, TOGETHER, Texts,
 };
 
 /// A row is dropped if its mean KL divergence after the first blocks is above this many times the limit.
@@ -55,6 +55,8 @@ struct Row {
     text: VariantReport,
     /// Its losses on each of the other texts.
     others: Vec<VariantReport>,
+    /// Whether it ranks by exact scores, which cannot be recommended and is not asked.
+    is_oracle: bool,
     /// Whether it lost so much on the first blocks that it was not measured on the others.
     is_dropped: bool,
     /// Its answers to the probe.
@@ -65,6 +67,11 @@ impl Row {
     /// Tells whether the row is still measured.
     fn is_live(&self) -> bool {
         self.planned.budget.is_some() && !self.is_dropped
+    }
+
+    /// Tells whether the row answers questions.
+    fn is_asked(&self) -> bool {
+        self.is_live() && !self.is_oracle
     }
 }
 
@@ -152,7 +159,10 @@ impl Judging<'_> {
         stages.time(VERDICT, || measurement.read_texts())?;
         let outcome = match Probe::is_possible(self.material.text.passages.len()) {
             true => stages.time(PROBE, || measurement.ask())?,
-            false => Err(format!("the text has fewer than {LEAST_QUESTIONS} questions")),
+            false => Err(format!(
+                "{LEAST_QUESTIONS} questions need {} blocks of text",
+                LEAST_QUESTIONS.div_ceil(QUESTIONS)
+            )),
         };
         Ok(measurement.verdict(&names, outcome))
     }
@@ -211,6 +221,7 @@ impl Measurement<'_> {
                     planned: Planned::new(method, *target, reads),
                     text: empty.clone(),
                     others: vec![empty.clone(); self.judging.material.others.len()],
+                    is_oracle: self.named[method].method.as_str() == super::ORACLE,
                     is_dropped: false,
                     score: Score::default(),
                 });
@@ -219,10 +230,10 @@ impl Measurement<'_> {
         Ok(())
     }
 
-    /// Lists the variants of the rows that are still measured.
-    fn live(&self) -> Vec<Variant<'_>> {
-        let live = self.rows.iter().filter(|row| row.is_live());
-        let budgets = live.filter_map(|row| Some((row.planned.method, row.planned.budget?)));
+    /// Lists the variants of some rows that are still measured.
+    fn variants(&self, is_wanted: fn(&Row) -> bool) -> Vec<Variant<'_>> {
+        let wanted = self.rows.iter().filter(|row| is_wanted(row));
+        let budgets = wanted.filter_map(|row| Some((row.planned.method, row.planned.budget?)));
         budgets
             .map(|(method, budget)| self.variant(method, budget))
             .collect()
@@ -230,7 +241,7 @@ impl Measurement<'_> {
 
     /// Evaluates the rows that are still measured: per passage, a report for each of these rows, in order.
     fn evaluate(&self, passages: &[Passage]) -> Result<Vec<Vec<VariantReport>>> {
-        let variants = self.live();
+        let variants = self.variants(Row::is_live);
         self.with_progress(VERDICT, |done| self.layerwise.evaluate(passages, &variants, done))
     }
 
@@ -293,8 +304,8 @@ impl Measurement<'_> {
     /// Asks the rows that are left about facts hidden in the blocks of text, or has them copy passages.
     fn ask(&mut self) -> Result<Outcome> {
         let texts = &self.judging.material.text.passages;
-        if !self.rows.iter().any(Row::is_live) {
-            return Ok(Err("every method was dropped".to_owned()));
+        if !self.rows.iter().any(Row::is_asked) {
+            return Ok(Err("no method was left to ask".to_owned()));
         }
         let mut failed = Vec::new();
         for kind in [ProbeKind::Facts, ProbeKind::Copies] {
@@ -310,11 +321,11 @@ impl Measurement<'_> {
             if full.accuracy() >= LEAST_ACCURACY && full.questions() >= LEAST_QUESTIONS {
                 return Ok(Ok((probe, full)));
             }
-            failed.push(format!("{:.0} % of the {}", 100.0 * full.accuracy(), kind.name()));
+            failed.push(format!("{} only {:.0} %", kind.name(), 100.0 * full.accuracy()));
         }
         Ok(Err(match failed.is_empty() {
             true => "the blocks of text are too short for questions".to_owned(),
-            false => format!("full attention answers only {}", failed.join(" and ")),
+            false => format!("full attention {}", failed.join(" and ")),
         }))
     }
 
@@ -335,11 +346,11 @@ impl Measurement<'_> {
         self.rows.iter_mut().for_each(|row| row.score = Score::default());
         for (i, texts) in passages.chunks(TOGETHER).enumerate() {
             let range = i * TOGETHER..i * TOGETHER + texts.len();
-            let (variants, asked) = (self.live(), &steps[range.clone()]);
+            let (variants, asked) = (self.variants(Row::is_asked), &steps[range.clone()]);
             let answer = |done: &mut dyn FnMut(usize)| self.layerwise.answers(texts, asked, &variants, done);
             let hits = self.with_progress(PROBE, answer)?;
-            let live = self.rows.iter_mut().filter(|row| row.is_live());
-            for (v, row) in live.enumerate() {
+            let asked = self.rows.iter_mut().filter(|row| row.is_asked());
+            for (v, row) in asked.enumerate() {
                 let of_row: Vec<&[[bool; 2]]> = hits.iter().map(|hits| &hits[v][..]).collect();
                 let [own, exact] = probe.score(range.clone(), &of_row);
                 row.score.append(own);
@@ -464,7 +475,7 @@ impl Results<'_> {
     }
 
     fn answered(&self, row: &Row) -> Option<Answered> {
-        let full = self.full.filter(|_| row.is_live())?;
+        let full = self.full.filter(|_| row.is_asked())?;
         let (points, interval) = row.score.points_below(full, self.bootstrap);
         Some(Answered {
             accuracy: rounded(row.score.accuracy()),

@@ -20,7 +20,7 @@ pub const LEAST_ACCURACY: f64 = 0.4;
 pub const LEAST_QUESTIONS: usize = 160;
 
 /// Questions about each text.
-const QUESTIONS: usize = 8;
+pub const QUESTIONS: usize = 8;
 
 /// About how many decode steps the questions about a text take.
 pub const PLANNED_STEPS: usize = 18 * QUESTIONS;
@@ -83,11 +83,11 @@ impl ProbeKind {
         }
     }
 
-    /// Names the questions.
+    /// Says what full attention does with the questions.
     pub fn name(self) -> &'static str {
         match self {
-            Self::Facts => "hidden facts",
-            Self::Copies => "passages to copy",
+            Self::Facts => "recalls of the hidden facts",
+            Self::Copies => "copies of the passages",
         }
     }
 }
@@ -123,33 +123,7 @@ impl Probe {
     /// # Errors
     /// A tokenizer that fails.
     pub fn facts(texts: &[Passage], tokenizer: &Tokenizer, seed: u64) -> Result<Option<Self>> {
-        let mut rng = rng(seed);
-        let mut ends = Ends {
-            tokenizer,
-            known: BTreeMap::new(),
-        };
-        let mut told = Vec::new();
-        for _ in texts {
-            let mut names = NAMES.to_vec();
-            for _ in 0..QUESTIONS {
-                let name = names.swap_remove(rng.gen_range(0..names.len()));
-                let (question, code) = (
-                    format!("The secret code of {name} is"),
-                    rng.gen_range(1000..10_000),
-                );
-                told.push(format!(" {question} {code}."));
-                told.push(format!("\n\n{question} {code}"));
-                told.push(format!("\n\n{question}"));
-            }
-        }
-        told.push(".".to_owned());
-        let mut told = tokenizer.encode_raw_each(&told)?;
-        let full_stop = told.pop().unwrap_or_default();
-        let mut asked = Vec::new();
-        for (text, told) in texts.iter().zip(told.chunks(3 * QUESTIONS)) {
-            let facts: Vec<Fact> = told.chunks_exact(3).map(Fact::new).collect();
-            asked.extend(hidden(&text.ids, &facts, &full_stop, &mut ends, &mut rng)?);
-        }
+        let asked = hide(texts, tokenizer, seed)?;
         Ok(Self::new(ProbeKind::Facts, asked, texts.len()))
     }
 
@@ -258,6 +232,69 @@ impl Score {
         let all: Vec<usize> = (0..self.texts.len()).collect();
         (below(&all), bootstrap.map(|of| of.interval(below)))
     }
+}
+
+/// The parts of a question: what is fed before it, the question, and its answer.
+pub type QuestionTokens = [Vec<u32>; 3];
+
+/// Hides facts in texts, as [`Probe::facts`] does, and asks for them: lists the questions about each text, of which the
+/// first is fed after the whole text. Texts that are too short are left out.
+///
+/// # Errors
+/// A tokenizer that fails.
+pub fn questions(texts: &[Passage], tokenizer: &Tokenizer, seed: u64) -> Result<Vec<Vec<QuestionTokens>>> {
+    let of_text = |asked: &Asked| {
+        let Passage { ids, steps } = &asked.passage;
+        let (prompt, decoded) = ids.split_at(ids.len() - steps);
+        let mut at = 0;
+        let question = |(i, predicting): (usize, &Range<usize>)| {
+            let (fed, answer) = (
+                &decoded[at..=predicting.start],
+                predicting.start + 1..=predicting.end,
+            );
+            at = predicting.end + 1;
+            // After an answer, its full stop comes before the next question.
+            let (before, question) = match i {
+                0 => (prompt, fed),
+                _ => fed.split_at(1),
+            };
+            [before, question, &decoded[answer]].map(<[u32]>::to_vec)
+        };
+        asked.answers.iter().enumerate().map(question).collect()
+    };
+    Ok(hide(texts, tokenizer, seed)?.iter().map(of_text).collect())
+}
+
+/// Hides facts in texts and asks for them; leaves out texts that are too short.
+fn hide(texts: &[Passage], tokenizer: &Tokenizer, seed: u64) -> Result<Vec<Asked>> {
+    let mut rng = rng(seed);
+    let mut ends = Ends {
+        tokenizer,
+        known: BTreeMap::new(),
+    };
+    let mut told = Vec::new();
+    for _ in texts {
+        let mut names = NAMES.to_vec();
+        for _ in 0..QUESTIONS {
+            let name = names.swap_remove(rng.gen_range(0..names.len()));
+            let (question, code) = (
+                format!("The secret code of {name} is"),
+                rng.gen_range(1000..10_000),
+            );
+            told.push(format!(" {question} {code}."));
+            told.push(format!("\n\n{question} {code}"));
+            told.push(format!("\n\n{question}"));
+        }
+    }
+    told.push(".".to_owned());
+    let mut told = tokenizer.encode_raw_each(&told)?;
+    let full_stop = told.pop().unwrap_or_default();
+    let mut asked = Vec::new();
+    for (text, told) in texts.iter().zip(told.chunks(3 * QUESTIONS)) {
+        let facts: Vec<Fact> = told.chunks_exact(3).map(Fact::new).collect();
+        asked.extend(hidden(&text.ids, &facts, &full_stop, &mut ends, &mut rng)?);
+    }
+    Ok(asked)
 }
 
 fn rng(seed: u64) -> ChaCha8Rng {

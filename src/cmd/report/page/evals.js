@@ -46,7 +46,9 @@ function part(id, title, content, absent) {
   return el('div', { id, class: 'part' }, el('h3', {}, title), content ?? missing(...absent));
 }
 
-const evalCommand = (flags) => `kvsmith eval --model DIR --artifact ${data.argument} --methods topk,wpq,lfps ${flags} --json > EVAL.json`;
+// Text that is longer than the model's context says little.
+const blockOf = (length) => Math.min(length, data.inspect.model.max_position_embeddings ?? length);
+const evalCommand = (flags) => `kvsmith eval --model DIR --artifact ${data.argument} --methods topk,wpq,selfindex ${flags} --json > EVAL.json`;
 const again = (what) => `${what} Give the result of this with --eval:`;
 
 /** KL by the length of the context: one document per length. */
@@ -70,7 +72,7 @@ function lengths(documents, chosen) {
     x: { title: 'tokens per block (log scale)', kind: 'log', format: tokens, ticks: xs },
   }) : null;
   return part('lengths', 'By length of the context', content,
-    [again('Files with different lengths show how the loss changes with the context.'), evalCommand('--text FILE --seq-len 8192 --reads 0.1')]);
+    [again('Files with different lengths show how the loss changes with the context.'), evalCommand(`--text FILE --seq-len ${blockOf(8192)} --reads 0.1`)]);
 }
 
 function positions(document, chosen) {
@@ -94,7 +96,7 @@ function blocks(document, chosen) {
     label: 'KL by block of text', first: 'Method', format: nats, series, y: klAxis, x: { title: 'block of text', kind: 'linear' },
   }) : null;
   return part('blocks', 'By block of text', content,
-    [again('Text of several blocks shows how much the loss differs between them.'), evalCommand('--text FILE --seq-len 4096 --reads 0.1')]);
+    [again('Text of several blocks shows how much the loss differs between them.'), evalCommand(`--text FILE --seq-len ${blockOf(4096)} --reads 0.1`)]);
 }
 
 function turns(document, chosen) {

@@ -31,7 +31,8 @@ function provenance() {
       ['File', data.file],
       ['Size', number('file_bytes', bytes)],
       ['Made by', `kvsmith ${data.inspect.tool_version}, on ${data.inspect.device}`],
-      ['Model', model.model_type],
+      ...(model.name ? [['Model', model.name]] : []),
+      ['Family', model.model_type],
       ['Layers', number('model/n_layers')],
       ['Query heads', number('model/n_heads')],
       ['KV heads', number('model/n_kv_heads')],
@@ -122,8 +123,8 @@ function printWhole() {
 
 function start() {
   const { model } = data.inspect;
-  document.title = `kvsmith report: ${data.file}`;
-  byId('subject').append(el('b', {}, data.file), `: ${model.model_type}, ${count(model.n_layers)} layers, ${count(model.n_heads)} query and ${count(model.n_kv_heads)} KV heads of ${count(model.head_dim)} channels`);
+  document.title = `kvsmith report: ${model.name ? `${model.name}, ` : ''}${data.file}`;
+  byId('subject').append(el('b', {}, data.file), `: ${model.name ? `${model.name}, ` : ''}${model.model_type}, ${count(model.n_layers)} layers, ${count(model.n_heads)} query and ${count(model.n_kv_heads)} KV heads of ${count(model.head_dim)} channels`);
   [METHODS?.rows.map((row) => row.method), data.evals.flatMap(({ document }) => document.rows.map((row) => row?.method))]
     .flat().filter(Boolean).filter((method) => !isOracle(method)).forEach(styleOf);
   decision();

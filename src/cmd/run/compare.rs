@@ -1,0 +1,169 @@
+//! `run --compare`: the same prompt with several methods, and where their texts part.
+
+use serde_json::{Value, json};
+
+use super::conversation::Conversation;
+use super::turns::{Turn, Turns};
+use super::{Args, BUDGET, Choice, open_session};
+use crate::artifact::{Artifact, Verdict};
+use crate::cmd::args::Global;
+use crate::cmd::named::Named;
+use crate::cmd::reading::in_full;
+use crate::cmd::{print, print_json};
+use crate::compute::device::Device;
+use crate::error::{Error, Result};
+use crate::kv::sample::Sampler;
+use crate::kv::{Budget, KvType};
+use crate::model::Decoder;
+
+/// Tokens that are shown where two texts part.
+const SHOWN: usize = 12;
+
+/// What all methods have in common.
+pub(super) struct Comparison<'a> {
+    pub args: &'a Args,
+    pub global: &'a Global,
+    pub device: &'a dyn Device,
+    pub decoder: &'a Decoder,
+    pub artifact: Option<&'a Artifact>,
+}
+
+/// What a method said.
+struct Told {
+    name: String,
+    ids: Vec<u32>,
+    json: Value,
+}
+
+impl Choice {
+    /// Returns how `--compare` runs a method: with the budget of `--budget`, else with the recommended one if the artifact
+    /// recommends this method, else with the usual one.
+    fn compared(named: Named, args: &Args, artifact: Option<&Artifact>) -> Self {
+        let verdict = artifact.and_then(|artifact| artifact.manifest.quality.methods.as_ref());
+        let recommended = verdict.and_then(Verdict::usual);
+        let own = recommended.filter(|(row, _)| row.method == named.to_string());
+        let usual = own.map_or(BUDGET, |(_, of)| Budget::Fraction(of.budget));
+        Self {
+            method: named.method,
+            tail: named.tail || args.reading.tail(),
+            budget: args.budget.unwrap_or(usual),
+            kv: verdict.and_then(|verdict| KvType::parse(&verdict.kv)),
+            measured: None,
+        }
+    }
+}
+
+impl Comparison<'_> {
+    /// Runs the prompt with each method, and compares the texts with that of the first.
+    pub fn run(&self, mut turns: Turns) -> Result<()> {
+        let Turn::Feed(ids) = turns.next(None)? else {
+            return Err(Error::failed("the prompt has no tokens").hint("give at least one token"));
+        };
+        let mut told: Vec<Told> = Vec::new();
+        for named in &self.args.compare {
+            turns.again(ids.clone());
+            told.push(self.one(*named, &mut turns)?);
+        }
+        let Some((first, others)) = told.split_first() else {
+            return Ok(());
+        };
+        let same = |other: &Told| {
+            first
+                .ids
+                .iter()
+                .zip(&other.ids)
+                .take_while(|(a, b)| a == b)
+                .count()
+        };
+        let mut text = String::new();
+        for other in others {
+            let n = same(other);
+            let [a, b] = [&first.ids, &other.ids].map(|ids| &ids[n..ids.len().min(n + SHOWN)]);
+            if a.is_empty() && b.is_empty() {
+                text += &format!("{} says what {} says: {n} tokens\n", other.name, first.name);
+                continue;
+            }
+            let shown = |ids: &[u32]| match &turns.tokenizer {
+                Some(tokenizer) => tokenizer.decode(ids).map(|text| format!("{text:?}")),
+                None => Ok(format!("{ids:?}")),
+            };
+            text += &format!(
+                "{} parts from {} after {n} tokens:\n  {}: {}\n  {}: {}\n",
+                other.name,
+                first.name,
+                first.name,
+                shown(a)?,
+                other.name,
+                shown(b)?
+            );
+        }
+        if !self.global.json {
+            return print(&text);
+        }
+        let rows: Vec<Value> = told
+            .iter()
+            .map(|told| {
+                let mut row = told.json.clone();
+                row["same_tokens"] = json!(same(told));
+                row
+            })
+            .collect();
+        print_json(
+            self.global,
+            &json!({ "prompt_tokens": ids.len(), "compared": rows, "device": self.device.name() }),
+        )
+    }
+
+    /// Runs the prompt with one method.
+    fn one(&self, named: Named, turns: &mut Turns) -> Result<Told> {
+        let Self {
+            args,
+            global,
+            device,
+            decoder,
+            artifact,
+        } = *self;
+        let choice = Choice::compared(named, args, artifact);
+        let reading = &args.reading;
+        let method = reading.method(
+            choice.method,
+            choice.tail,
+            &reading.methods,
+            artifact,
+            decoder,
+            global,
+        )?;
+        let options = reading.options(choice.budget, choice.kv, artifact, device)?;
+        let known = turns.known();
+        let (session, fallback) =
+            open_session(args, global, device, decoder, method.as_ref(), options, known)?;
+        if !global.json {
+            print(&format!("[{}]\n", choice.name()))?;
+        }
+        let mut conversation = Conversation {
+            args,
+            global,
+            kv: options.kv,
+            fallbacks: fallback
+                .into_iter()
+                .map(str::to_owned)
+                .chain(in_full(method.as_ref()))
+                .collect(),
+            choice,
+            artifact,
+            full_heads: method.full_heads(),
+            session,
+            turns,
+            sampler: Sampler::new(args.sampling(), global.seed),
+            replies: Vec::new(),
+        };
+        conversation.run()?;
+        conversation.note()?;
+        let json = conversation.compared()?;
+        Ok(Told {
+            name: choice.name(),
+            ids: conversation.replies.pop().map_or(Vec::new(), |reply| reply.ids),
+            json,
+        })
+    }
+}
