@@ -139,7 +139,7 @@ pub fn run_rounded(driver: &Path) {
     let room = cuda["prompt_tokens"].as_u64().unwrap() + 8;
     assert_eq!(cuda["kv_bytes"], room.next_multiple_of(8) * 2 * 2 * 4 * 2 * 64);
     let sparse = run("--device cuda --budget 0.1");
-    assert_eq!(sparse["method"], "a2ats");
+    assert_eq!(sparse["method"], "wpq");
     let read = sparse["kv_read_fraction"].as_f64().unwrap();
     assert!(read > 0.1 && read < 0.5, "{read}");
     // What the 2-bit cache of the CPU gives.
