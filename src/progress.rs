@@ -50,7 +50,7 @@ pub fn say_hint(hint: &str) {
 }
 
 /// Longest line of messages and tables that are not for a terminal, as far as words and names allow it.
-pub const COLUMNS: usize = 80;
+const COLUMNS: usize = 80;
 
 /// Longest line on a wide terminal.
 const MOST_COLUMNS: usize = 120;
@@ -125,6 +125,11 @@ pub fn size(bytes: usize) -> String {
     } else {
         format!("{:.2} MB", bytes as f64 / 1e6)
     }
+}
+
+/// Writes a number with what it counts: `1 block`, `20 blocks`.
+pub fn counted(n: usize, what: &str) -> String {
+    format!("{n} {what}{}", if n == 1 { "" } else { "s" })
 }
 
 /// Formats seconds for people: `0.42 s`, `17 s`, `4.2 min`, `3.5 h`.

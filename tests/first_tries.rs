@@ -521,7 +521,7 @@ fn what_does_nothing_is_said() {
     );
     assert_eq!(
         said("--wpq-bits none --wpq-words 16"),
-        ["--wpq-words has no effect with --wpq-bits none"]
+        ["--wpq-words has no effect without section `wpq`"]
     );
     assert_eq!(said("--wpq-bits 32 --wpq-words 16"), [""; 0]);
 
@@ -924,4 +924,89 @@ fn questions_are_made_from_the_text() {
     let file = format!("eval --model {} --methods topk", at("calib-data/model"));
     kvsmith(&format!("{file} --needles {ids} {text}")).fails(2, "has its own text", "--needles auto");
     kvsmith(&format!("{file} --tokens {ids} {text}")).fails(2, "exclude each other", "one of them");
+}
+
+/// Defaults that follow the text and the model, sections by name, and flags that then do nothing.
+#[test]
+fn defaults_follow_the_text_and_the_model() {
+    let scratch = Scratch::new();
+    let root = root();
+    let at = |path: &str| root.join(path).display().to_string();
+    let calibrate = format!(
+        "calibrate --model {} --text {} --seq-len 300 --no-verdict --overwrite -o {}",
+        at("calib-data/model"),
+        at("calib-data/text.txt"),
+        scratch.path("art")
+    );
+    let kinds = |options: &str| {
+        kvsmith(&format!("{calibrate} --sections sign {options}")).ok();
+        let json = kvsmith(&format!("inspect {} --json", scratch.path("art"))).json();
+        let kinds = json["calibration"]["kinds"].as_array().unwrap().clone();
+        let tokens = |kind: &Value| {
+            kind["fitted_tokens"].as_u64().unwrap() + kind["held_out_tokens"].as_u64().unwrap()
+        };
+        let sections: Vec<String> = json["sections"].as_object().unwrap().keys().cloned().collect();
+        assert_eq!(sections, ["sign"]);
+        kinds.iter().map(tokens).collect::<Vec<_>>()
+    };
+    assert_eq!(kinds("--max-tokens 1500"), [1500, 300]);
+    assert_eq!(kinds("--max-tokens 1500 --uuid-tokens 70"), [1500, 70]);
+    assert_eq!(kinds("--max-tokens 1500 --uuid-tokens 0"), [1500]);
+    let warned = kvsmith(&format!(
+        "{calibrate} --max-tokens 600 --sections sign --size 4 --wpq-directions 8 --verdict-steps 4"
+    ))
+    .ok()
+    .stderr;
+    for warning in [
+        "--size has no effect without section `a2ats`",
+        "--wpq-directions has no effect without section `wpq`",
+        "--verdict-steps has no effect with --no-verdict",
+    ] {
+        assert!(warned.contains(warning), "{warned}");
+    }
+    assert!(!warned.contains("codebooks:"), "{warned}");
+    kvsmith(&format!(
+        "{calibrate} --max-tokens 600 --sections wpq --wpq-bits none"
+    ))
+    .fails(2, "leave no section to make", "--sections");
+    let needles = scratch.write(
+        "needles.jsonl",
+        json!({ "prompt_tokens": vec![5; 90], "answer_tokens": [3] }).to_string(),
+    );
+    let eval = format!(
+        "eval --model {} --needles {needles} --methods streaming --lengths 1K",
+        at("calib-data/model")
+    );
+    let said = kvsmith(&eval).ok().stderr;
+    assert!(
+        said.contains("--lengths has no effect without --needles auto"),
+        "{said}"
+    );
+}
+
+/// A model is the same under another name: what was made of parts of a text under two names belongs together.
+#[test]
+fn names_of_models_identify_nothing() {
+    let scratch = Scratch::new();
+    let models = ["one", "two"].map(|name| scratch.model(name, "llama_default"));
+    let tokens = scratch.tokens("tokens.json", &documents(&[60, 60], 1));
+    let shard = |i: usize, model: &str| {
+        scratch.make(
+            &format!("shard-{i}"),
+            &format!("dump --model {model} --tokens {tokens} --seq-len 60 --shard {i}/2"),
+        )
+    };
+    let shards = [shard(0, &models[0]), shard(1, &models[1])].join(" ");
+    scratch.make("merged", &format!("merge {shards}"));
+    let art = scratch.make(
+        "art",
+        &format!(
+            "calibrate --model {} --tokens {tokens} --size 4 --no-verdict",
+            models[0]
+        ),
+    );
+    let shown = kvsmith(&format!("inspect {art} --verify --model {}", models[1]))
+        .ok()
+        .stdout;
+    assert!(shown.contains("model        one: llama"), "{shown}");
 }

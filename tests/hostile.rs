@@ -3,6 +3,7 @@
 use std::fs::File;
 use std::io::{BufRead as _, BufReader, Write as _};
 use std::os::unix::fs::symlink;
+use std::path::Path;
 use std::process::{Command, Stdio};
 
 use crate::common::*;
@@ -271,6 +272,13 @@ fn a_verdict_that_is_interrupted_is_taken_up() {
     assert!(said.contains("add --resume to repeat the verdict"), "{said}");
     let said = stopped(&format!("--work {work} --resume"), libc::SIGINT);
     assert!(said.contains("add --resume to repeat the verdict"), "{said}");
+    // The layers do without the verdict too.
+    let copied = scratch.path("copied");
+    copy_dir(Path::new(&work), Path::new(&copied));
+    let plain = scratch.path("plain.safetensors");
+    let other = calibrate.replace(&out, &plain);
+    kvsmith(&format!("{other} --work {copied} --resume --no-verdict")).ok();
+    kvsmith(&format!("inspect {plain} --verify")).ok();
     let resumed = kvsmith(&format!("{calibrate} --work {work} --resume")).ok();
     assert!(resumed.stderr.contains("recommended: "), "{}", resumed.stderr);
     assert!(std::fs::metadata(&work).is_err());
@@ -279,6 +287,7 @@ fn a_verdict_that_is_interrupted_is_taken_up() {
     // Without a work folder, everything but the verdict is kept under another name.
     let said = stopped("", libc::SIGTERM);
     let spare = scratch.path("art.unjudged.safetensors");
+    assert_eq!(std::fs::read(&spare).unwrap(), std::fs::read(&plain).unwrap());
     assert!(
         said.contains(&format!("{spare} has everything but the verdict")),
         "{said}"
@@ -289,4 +298,54 @@ fn a_verdict_that_is_interrupted_is_taken_up() {
     ))
     .ok();
     assert!(std::fs::read(&out).unwrap() == whole, "by hand");
+}
+
+/// A process that is killed while it replaces a dump leaves the old dump, the new one, or a folder that the same command
+/// completes.
+#[test]
+fn a_dump_is_replaced_or_replaceable() {
+    let scratch = Scratch::new();
+    let model = checkpoint("llama_default");
+    let texts = [1, 2].map(|seed| scratch.tokens(&format!("{seed}.json"), &documents(&[60], seed)));
+    let fresh = |i: usize| {
+        let dump = scratch.make(
+            &format!("fresh-{i}"),
+            &format!("dump --model {model} --tokens {}", texts[i]),
+        );
+        std::fs::read(format!("{dump}/manifest.json")).unwrap()
+    };
+    let (old, new) = (fresh(0), fresh(1));
+    let dir = scratch.path("d");
+    let dump = |i: usize| format!("dump --model {model} --tokens {} --overwrite -o {dir}", texts[i]);
+    let manifest = || std::fs::read(format!("{dir}/manifest.json")).ok();
+    let mut unfinished = 0;
+    for change in 1.. {
+        let _ = std::fs::remove_dir_all(&dir);
+        kvsmith(&dump(0)).ok();
+        scratch.write("d/thesis.txt", "years of work");
+        let mut killed = command(&dump(1));
+        let killed = killed
+            .env("KVSMITH_DISK_FAULT", format!("kill:{change}"))
+            .output()
+            .unwrap();
+        let found = manifest();
+        assert!(
+            found.as_ref().is_none_or(|found| [&old, &new].contains(&found)),
+            "{change}"
+        );
+        unfinished += usize::from(found.is_none());
+        if killed.status.success() {
+            assert!(found == Some(new) && unfinished > 2, "{unfinished}");
+            break;
+        }
+        kvsmith(&dump(1)).ok();
+        assert_eq!(manifest().as_ref(), Some(&new), "{change}");
+        kvsmith(&format!(
+            "codebook --dump {dir} --size 4 --overwrite -o {}",
+            scratch.path("out")
+        ))
+        .ok();
+        let foreign = std::fs::read_to_string(scratch.path("d/thesis.txt"));
+        assert_eq!(foreign.unwrap(), "years of work", "{change}");
+    }
 }

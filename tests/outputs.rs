@@ -401,3 +401,45 @@ fn unfinished_files_from_before_a_restart_go() {
     kvsmith(&format!("moments --dump {} -o {}", files.dump, out.display())).ok();
     assert!(!name.exists() && out.exists());
 }
+
+/// Of two commands that write the same new file, the one that ends last keeps its result under another name; if both have
+/// the same result, there is nothing to keep.
+#[test]
+fn two_commands_with_one_output() {
+    let files = Files::new();
+    let Files { model, tokens, .. } = &files;
+    let scratch = &files.scratch;
+    let others = scratch.tokens("others.json", &documents(&[200], 77));
+    let out = scratch.path("same.safetensors");
+    let other = scratch.path("same-2.safetensors");
+    // The first one waits for its text, which comes through a pipe, while the second one writes.
+    let race = |late: &str| {
+        let _ = std::fs::remove_file(&out);
+        let calibrate = |tokens: &str| {
+            format!("calibrate --model {model} --tokens {tokens} --size 2 --no-verdict -o {out}")
+        };
+        let pipe = scratch.path("pipe.json");
+        let _ = std::fs::remove_file(&pipe);
+        let path = std::ffi::CString::new(pipe.clone()).unwrap();
+        // SAFETY: the path ends with a zero.
+        assert_eq!(unsafe { libc::mkfifo(path.as_ptr(), 0o600) }, 0);
+        let waiting = start(&calibrate(&pipe));
+        // Opening the pipe waits until the program reads it, after it has claimed its output.
+        let mut feed = std::fs::OpenOptions::new().write(true).open(&pipe).unwrap();
+        kvsmith(&calibrate(tokens)).ok();
+        std::io::Write::write_all(&mut feed, &std::fs::read(late).unwrap()).unwrap();
+        drop(feed);
+        Outcome::of(waiting.wait_with_output().unwrap())
+    };
+    race(tokens).ok();
+    assert!(std::fs::metadata(&other).is_err());
+    race(&others).fails(1, "another process wrote", "different outputs");
+    for (path, of) in [(&out, tokens), (&other, &others)] {
+        let alone = scratch.path("alone.safetensors");
+        kvsmith(&format!(
+            "calibrate --model {model} --tokens {of} --size 2 --no-verdict --overwrite -o {alone}"
+        ))
+        .ok();
+        assert_eq!(std::fs::read(path).unwrap(), std::fs::read(&alone).unwrap());
+    }
+}

@@ -3,18 +3,18 @@
 use std::fs::File;
 use std::io::Read;
 use std::os::fd::{FromRawFd, OwnedFd};
-use std::process::Stdio;
+use std::process::{Command, Stdio};
 use std::ptr::null_mut;
 
 use crate::common::*;
 use serde_json::{Value, json};
 
-/// Opens a terminal of 80 columns: our side and the program's.
-fn terminal() -> (File, OwnedFd) {
+/// Opens a terminal of so many columns: our side and the program's.
+fn terminal(columns: u16) -> (File, OwnedFd) {
     let (mut ours, mut theirs) = (0, 0);
     let mut size = libc::winsize {
         ws_row: 24,
-        ws_col: 80,
+        ws_col: columns,
         ws_xpixel: 0,
         ws_ypixel: 0,
     };
@@ -33,23 +33,33 @@ fn terminal() -> (File, OwnedFd) {
     unsafe { (File::from_raw_fd(ours), OwnedFd::from_raw_fd(theirs)) }
 }
 
-/// Runs the program in a folder with a terminal as stdout and stderr; returns the lines that it printed there, those of
-/// progress bars included, without escape sequences.
-fn lines_on_terminal(dir: &str, arguments: &str) -> Vec<String> {
-    let (mut ours, theirs) = terminal();
-    let mut child = command(arguments)
-        .current_dir(dir)
+/// Runs the program with a terminal of so many columns as stdout and stderr; returns what it printed there, and whether it
+/// succeeded.
+fn shown(columns: u16, mut command: Command) -> (String, bool) {
+    let (mut ours, theirs) = terminal(columns);
+    let mut child = command
         .env("TERM", "xterm")
         .stdin(Stdio::null())
         .stdout(Stdio::from(theirs.try_clone().unwrap()))
         .stderr(Stdio::from(theirs))
         .spawn()
         .unwrap();
+    // It holds the program's side of the terminal.
+    drop(command);
     let mut bytes = Vec::new();
     // Reading a terminal whose other side is closed fails.
     let _ = ours.read_to_end(&mut bytes);
     let text = String::from_utf8(bytes).unwrap();
-    assert!(child.wait().unwrap().success(), "{arguments}: {text}");
+    (text, child.wait().unwrap().success())
+}
+
+/// Runs the program in a folder on a terminal; returns the lines that it printed, those of progress bars included, without
+/// escape sequences.
+fn lines_on_terminal(dir: &str, arguments: &str) -> Vec<String> {
+    let mut command = command(arguments);
+    command.current_dir(dir);
+    let (text, is_fine) = shown(80, command);
+    assert!(is_fine, "{arguments}: {text}");
     let mut plain = String::new();
     let mut chars = text.chars();
     while let Some(c) = chars.next() {
@@ -122,7 +132,7 @@ fn everything_fits_into_80_columns() {
 
 /// Runs the program with a terminal as stdout; what it printed there.
 fn on_terminal(arguments: &str) -> String {
-    let (mut ours, theirs) = terminal();
+    let (mut ours, theirs) = terminal(80);
     let mut child = command(arguments)
         .stdin(Stdio::null())
         .stdout(Stdio::from(theirs))
@@ -185,4 +195,38 @@ fn metadata_does_not_control_the_terminal() {
     let json = kvsmith(&format!("inspect --json {art}")).ok();
     assert!(!obeyed(&json.stdout), "{:?}", json.stdout);
     assert_eq!(json.json()["model"]["model_type"], json!(hostile));
+}
+
+/// Lines are as long as the terminal is wide, up to 120 columns, and errors and hints have colours where they may.
+#[test]
+fn width_and_colours_are_those_of_the_terminal() {
+    let wrong = format!("inspect {}", vec!["word"; 60].join("-and-another/"));
+    let longest = |columns: u16| {
+        let mut plan = command("plan --no-probe --model nowhere/at/all");
+        plan.env("NO_COLOR", "1");
+        let (shown, _) = shown(columns, plan);
+        assert!(!shown.contains('\u{1b}'), "{shown:?}");
+        shown
+            .lines()
+            .map(|line| line.trim_end().chars().count())
+            .max()
+            .unwrap()
+    };
+    let (narrow, usual, wide, widest) = (longest(50), longest(80), longest(110), longest(300));
+    assert!(narrow <= 50 && narrow < usual && usual <= 80, "{narrow} {usual}");
+    assert!(
+        usual < wide && wide <= 110 && wide <= widest && widest <= 120,
+        "{wide} {widest}"
+    );
+    let (coloured, _) = shown(80, command(&wrong));
+    assert!(
+        coloured.contains("\u{1b}[31m") && coloured.contains("error:"),
+        "{coloured:?}"
+    );
+    assert!(
+        coloured.contains("\u{1b}[36m") && coloured.contains("hint:"),
+        "{coloured:?}"
+    );
+    // Where there is no terminal, nothing is coloured.
+    assert!(!kvsmith(&wrong).stderr.contains('\u{1b}'));
 }

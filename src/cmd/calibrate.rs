@@ -13,7 +13,7 @@ use serde_json::{Value, json};
 use self::layers::CalibrationRun;
 use self::plan::{JudgedRows, query_rows};
 use self::stages::Stages;
-use super::sections::SectionFlags;
+use super::sections::{SectionFlags, section_flags};
 use super::verdict::{self, Judging, VerdictFlags};
 use super::{
     check_wrope_position, finish, layers_on, load_texts, model_manifest, open_model, output, wrope_position,
@@ -330,17 +330,17 @@ fn calibrate(args: &Args, global: &Global) -> Result<Made> {
 
 /// Warns of flags for a verdict or a section that is not made.
 fn warn_of_unused(settings: &Settings, fits: &[Box<dyn Fit>], global: &Global) {
-    let makes = |section: &str| fits.iter().any(|fit| fit.kind().name() == section);
-    for flag in &global.given {
-        if settings.no_verdict && flag.starts_with("verdict-") {
-            global
-                .log()
-                .warn(&format!("--{flag} has no effect with --no-verdict"));
-        }
-        if flag.starts_with("wpq-") && flag != "wpq-bits" && !makes("wpq") {
-            global
-                .log()
-                .warn(&format!("--{flag} has no effect with --wpq-bits none"));
+    let given = |flag: &&String| global.given.contains(flag);
+    let warn = |flag: &str, why: &str| global.log().warn(&format!("--{flag} has no effect {why}"));
+    if settings.no_verdict {
+        let of_verdict = global.given.iter().filter(|flag| flag.starts_with("verdict-"));
+        of_verdict.for_each(|flag| warn(flag, "with --no-verdict"));
+    }
+    for (section, flags) in section_flags() {
+        if fits.iter().all(|fit| fit.kind().name() != section) {
+            // What leaves the section out has an effect.
+            let unused = flags.iter().filter(given).filter(|flag| *flag != "wpq-bits");
+            unused.for_each(|flag| warn(flag, &format!("without section `{section}`")));
         }
     }
 }

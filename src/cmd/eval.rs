@@ -2,6 +2,7 @@
 
 mod also;
 mod blocks;
+mod material;
 pub mod needles;
 mod plan;
 mod reads;
@@ -20,17 +21,16 @@ use crate::artifact::Artifact;
 use crate::error::{Error, Kind, Result};
 use crate::flags::{parse_count, parse_count_or_all, parse_positive_count, parse_share};
 use crate::kv::Budget;
-use crate::method::registry::{FULL, METHODS, MethodName};
+use crate::method::registry::{FULL, MethodName};
 use crate::method::sections::SECTIONS;
 use crate::method::{CPU_GRANULE, Method};
 use crate::model::Decoder;
 use crate::model::tokenizer::Tokenizer;
-use crate::progress::Log;
 use crate::runner::Options;
 use crate::runner::eval::{Bootstrap, Evaluation, FEWEST, Variant};
 use also::Also;
-use blocks::Blocks;
-use needles::{Feeding, NeedleLine, Reader};
+use material::Material;
+use needles::Feeding;
 use plan::{BudgetOf, Entry};
 use rows::Measurements;
 
@@ -203,6 +203,8 @@ impl Args {
             {
                 log.warn(&format!("--{flag} has no effect without --needles"));
             }
+        } else if !self.makes_questions() && given("lengths") {
+            log.warn("--lengths has no effect without --needles auto");
         }
         self.text.warn_of_field(log);
     }
@@ -227,14 +229,7 @@ fn usual_methods(artifact: Option<&PathBuf>) -> Result<Vec<Named>> {
             .hint("name some with --methods, such as topk,streaming, or give --artifact")
     })?;
     let artifact = Artifact::open(path, SECTIONS)?;
-    let is_usual = |method: &&MethodName| {
-        method.is_calibrated(&artifact) || **method == FULL || method.as_str() == ORACLE
-    };
-    let named = |method: &MethodName| Named {
-        method: *method,
-        tail: false,
-    };
-    Ok(METHODS.iter().filter(is_usual).map(named).collect())
+    Ok(Named::calibrated(&artifact, &[ORACLE, FULL.as_str()]))
 }
 
 fn eval(args: &Args, global: &Global) -> Result<()> {
@@ -389,95 +384,12 @@ fn conditions(args: &Args, decoder: &Decoder, artifacts: &[Artifact], options: &
     }))
 }
 
-/// Blocks or lines on which the budgets for --reads are searched.
-const SAMPLED: usize = 2;
-
-/// Lists at most `most` of `n` numbers from 0 on, evenly spaced; both ends are among them.
-fn spread(n: usize, most: usize) -> impl Iterator<Item = usize> {
-    let count = n.min(most);
-    (0..count).map(move |i| i * (n - 1) / (count - 1).max(1))
-}
-
 /// Tells whether the user stopped the work after `done` steps; a stop before the first step stays an error.
 fn is_stopped(result: Result<()>, done: usize) -> Result<bool> {
     match result {
         // What was measured so far is still reported.
         Err(e) if e.kind() == Kind::Interrupted && done > 0 => Ok(true),
         other => other.map(|()| false),
-    }
-}
-
-/// What methods are evaluated on.
-enum Material<'a> {
-    Text(Blocks),
-    Needles(Vec<NeedleLine>, Reader<'a>),
-}
-
-impl<'a> Material<'a> {
-    /// Reads the text or the needles.
-    fn open(
-        args: &Args,
-        global: &Global,
-        decoder: &'a Decoder,
-        tokenizer: Option<&'a Tokenizer>,
-    ) -> Result<Self> {
-        let Some(path) = &args.needles else {
-            return Ok(Self::Text(Blocks::open(args, decoder, global.seed)?));
-        };
-        let reader = Reader {
-            decoder,
-            tokenizer,
-            decode_prompt: args.decode_prompt,
-            feeding: args.question,
-        };
-        let lines = match args.makes_questions() {
-            true => needles::made(args, reader, global)?,
-            false => needles::open(path, reader, global.log())?,
-        };
-        Ok(Self::Needles(lines, reader))
-    }
-
-    /// Counts the tokens of the longest block or line.
-    fn longest(&self) -> usize {
-        match self {
-            Self::Text(blocks) => blocks.longest(),
-            Self::Needles(lines, _) => needles::longest(lines),
-        }
-    }
-
-    /// Evaluates some of the blocks or lines.
-    fn sample(&self, args: &Args, evaluation: &mut Evaluation, log: Log) -> Result<()> {
-        let count = match self {
-            Self::Text(blocks) => blocks.count(),
-            Self::Needles(lines, _) => lines.len(),
-        };
-        let progress = log.progress(count.min(SAMPLED) as u64, "texts");
-        progress.stage("searching budgets".to_owned());
-        let mut done = || progress.advance(1);
-        match self {
-            Self::Text(blocks) => blocks.sample(args, evaluation, &mut done),
-            Self::Needles(lines, reader) => spread(lines.len(), SAMPLED).try_for_each(|i| {
-                lines[i].ask(evaluation, *reader)?;
-                done();
-                Ok(())
-            }),
-        }
-    }
-
-    /// Evaluates everything; returns how much was evaluated, and whether the user stopped it.
-    fn evaluate(&self, args: &Args, global: &Global, evaluation: &mut Evaluation) -> Result<(Value, bool)> {
-        match self {
-            Self::Text(blocks) => blocks.evaluate(args, evaluation, global.log()),
-            Self::Needles(lines, reader) => needles::run(lines, *reader, evaluation, global.log()),
-        }
-    }
-
-    /// Counts the independent units of what was evaluated: blocks of text, or lines of questions.
-    fn units(&self, evaluation: &Evaluation) -> usize {
-        match self {
-            Self::Text(_) => evaluation.reports.first().map_or(0, |report| report.blocks()),
-            Self::Needles(..) => evaluation.full.lines(),
-        }
     }
 }
 

@@ -5,7 +5,8 @@ use std::fmt;
 
 use clap::builder::{EnumValueParser, PossibleValue, TypedValueParser};
 
-use crate::method::registry::MethodName;
+use crate::artifact::Artifact;
+use crate::method::registry::{METHODS, MethodName};
 
 /// What follows the name of a method with a tail.
 const SUFFIX: &str = "+tail";
@@ -20,6 +21,17 @@ pub struct Named {
 }
 
 impl Named {
+    /// Lists the methods with a section in an artifact, and some others by name, without tails.
+    pub fn calibrated(artifact: &Artifact, others: &[&str]) -> Vec<Self> {
+        let is_usual =
+            |method: &&MethodName| method.is_calibrated(artifact) || others.contains(&method.as_str());
+        let named = |method: &MethodName| Self {
+            method: *method,
+            tail: false,
+        };
+        METHODS.iter().filter(is_usual).map(named).collect()
+    }
+
     /// Parses the text form of a [`Named`]; `None` for other text.
     pub fn parse(text: &str) -> Option<Self> {
         let stripped = text.strip_suffix(SUFFIX);
@@ -71,8 +83,9 @@ impl TypedValueParser for NamedParser {
     }
 
     fn possible_values(&self) -> Option<Box<dyn Iterator<Item = PossibleValue> + '_>> {
-        let methods = crate::method::registry::METHODS.iter();
-        Some(Box::new(methods.filter_map(clap::ValueEnum::to_possible_value)))
+        Some(Box::new(
+            METHODS.iter().filter_map(clap::ValueEnum::to_possible_value),
+        ))
     }
 }
 

@@ -21,9 +21,10 @@ use crate::corpus::{Corpus, Reserve};
 use crate::dump::{self, DumpOptions};
 use crate::error::Result;
 use crate::float::Float;
+use crate::method::a2ats;
 use crate::model::ModelConfig;
 use crate::model::folder;
-use crate::progress::{duration, harmless, size};
+use crate::progress::{counted, duration, harmless, size};
 use crate::store;
 use serving::Serving;
 use shards::{Job, ShardFlags, ShardPlan};
@@ -165,10 +166,12 @@ fn plan(settings: &Settings, probe: bool, shards: Option<&ShardFlags>, global: &
         }
     );
     out += "\ncalibrate\n";
-    out += &format!(
-        "  size     {}\n           (codebook --size {codewords})\n",
-        settings.size_text(&config, codewords)
-    );
+    if fits.iter().any(|fit| fit.kind().name() == a2ats::SECTION) {
+        out += &format!(
+            "  size     {}\n           (codebook --size {codewords})\n",
+            settings.size_text(&config, codewords)
+        );
+    }
     out += &format!(
         "  memory   {}, plus {} for one layer's weights; {} are free\n",
         size(memory.total()),
@@ -214,11 +217,6 @@ fn range_text([low, high]: [f64; 2]) -> String {
             high / low.max(f64::MIN_POSITIVE)
         ),
     }
-}
-
-/// Writes a number with what it counts.
-fn counted(n: usize, what: &str) -> String {
-    format!("{n} {what}{}", if n == 1 { "" } else { "s" })
 }
 
 /// Reads the text, and what the verdict wants beyond it; without text, makes a stand-in of the lengths that the flags
@@ -330,6 +328,22 @@ impl Disk {
             // The new hidden states are complete before the old ones are removed.
             work: artifact + 2 * hidden,
             dump: sizes.n_layers * layer + moments + n * size_of::<u32>(),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn measurements_that_differ_much_give_a_range() {
+        let steady = range_text([100.0, 110.0]);
+        assert_eq!(steady, "100 s (a second measurement was 10 % slower)");
+        for high in [200.0, 1000.0] {
+            let text = range_text([100.0, high]);
+            let factor = format!("by a factor of\n           {:.1}", high / 100.0);
+            assert!(text.starts_with("100 s to ") && text.contains(&factor), "{text}");
         }
     }
 }

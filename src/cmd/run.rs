@@ -65,9 +65,9 @@ pub struct Args {
         conflicts_with = "tokens"
     )]
     system: Option<String>,
-    /// Method that chooses the positions each decode step reads; NAME+tail is the same as --method NAME --tail. Without --method and --budget, both come from the
-    /// artifact's recommendation, if it has one. Without a recommendation, or if only --budget is given: the first of
-    /// wpq, a2ats, selfindex and lfps with a section in the artifact, else full
+    /// Method that chooses the positions each decode step reads; NAME+tail is the same as --method NAME --tail. Without
+    /// --method and --budget, both come from the artifact's recommendation, if it has one. Without a recommendation, or
+    /// if only --budget is given: the first of wpq, a2ats, selfindex and lfps with a section in the artifact, else full
     #[arg(help_heading = "Method", long, value_parser = NamedParser)]
     method: Option<Named>,
     /// Run the prompt with each of these methods, and say where their texts part from the first one's
@@ -235,6 +235,7 @@ pub fn run(args: &Args, global: &Global) -> Result<()> {
             device: device.as_ref(),
             decoder: &decoder,
             artifact: artifact.as_ref(),
+            on_cpu,
         };
         return comparison.run(turns);
     }

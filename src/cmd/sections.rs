@@ -65,8 +65,26 @@ impl SectionFlags {
         };
         let wanted = SECTIONS.iter().copied();
         let wanted = wanted.filter(|kind| asked(*kind) && kind.is_wanted(&self.flags));
-        wanted.map(|kind| kind.fit(&self.flags, input)).collect()
+        let fits: Vec<Box<dyn Fit>> = wanted
+            .map(|kind| kind.fit(&self.flags, input))
+            .collect::<Result<_>>()?;
+        match fits.is_empty() {
+            true => Err(
+                Error::usage("--sections and --wpq-bits none leave no section to make")
+                    .hint("name another section with --sections, or omit --wpq-bits none"),
+            ),
+            false => Ok(fits),
+        }
     }
+}
+
+/// Lists the flags of each section, without their dashes.
+pub fn section_flags() -> impl Iterator<Item = (&'static str, Vec<String>)> {
+    SECTIONS.iter().map(|kind| {
+        let command = kind.flags(Command::new("flags"));
+        let flags = command.get_arguments().filter_map(Arg::get_long);
+        (kind.name(), flags.map(str::to_owned).collect())
+    })
 }
 
 impl clap::Args for SectionFlags {

@@ -2,6 +2,7 @@
 
 mod budgets;
 mod measure;
+mod results;
 
 use std::path::{Path, PathBuf};
 
@@ -17,8 +18,8 @@ use crate::dump::Dump;
 use crate::error::{Error, Result};
 use crate::flags::{not_negative, parse_positive_count, parse_share};
 use crate::heap;
-use crate::method::registry::{METHODS, MethodName};
 use crate::method::sections::SECTIONS;
+use crate::progress::counted;
 use crate::runner::eval::FEWEST;
 use crate::runner::verdict::{BLOCK, Material, Wanted};
 pub use measure::Judging;
@@ -107,13 +108,7 @@ impl VerdictFlags {
         if !self.verdict_methods.is_empty() {
             return self.verdict_methods.clone();
         }
-        let is_usual =
-            |method: &&MethodName| method.is_calibrated(artifact) || OTHERS.contains(&method.as_str());
-        let named = |method: &MethodName| Named {
-            method: *method,
-            tail: false,
-        };
-        METHODS.iter().filter(is_usual).map(named).collect()
+        Named::calibrated(artifact, &OTHERS)
     }
 }
 
@@ -259,7 +254,7 @@ pub(super) fn cautions(verdict: &Verdict) -> Vec<String> {
     if verdict.is_guess() {
         out.push(format!(
             "a guess: measured on {} of text, but intervals need {FEWEST}: more text beyond --max-tokens, --verdict-tokens or --holdout",
-            blocks(verdict.blocks)
+            counted(verdict.blocks, "block")
         ));
     }
     let own = verdict.usual().and_then(|(_, of)| of.probe.as_ref());
@@ -298,8 +293,4 @@ pub(super) fn cautions(verdict: &Verdict) -> Vec<String> {
         ));
     }
     out
-}
-
-fn blocks(n: usize) -> String {
-    format!("{n} block{}", if n == 1 { "" } else { "s" })
 }

@@ -8,20 +8,13 @@ use super::source::Source;
 use crate::error::{Error, Result};
 use crate::interrupt;
 use crate::model::chat::{ChatTemplate, Message};
-use crate::model::tokenizer::Tokenizer;
+use crate::model::tokenizer::{BATCH, MARGIN, Tokenizer, likely_bytes};
 
 /// The name that stands for stdin.
 pub(super) const STDIN: &str = "-";
 
 /// The field of a JSON line that holds its text, unless the user names another field.
 const FIELD: &str = "text";
-
-/// Tokens that a text must have beyond those that are wanted, unless it was read to its end: the last ones before a cut
-/// may differ from those of the whole text.
-const MARGIN: usize = 64;
-
-/// Bytes of documents that are tokenised together.
-const BATCH: usize = 1 << 20;
 
 /// Extensions of the files that are taken from a folder; a `.gz` after the extension is ignored.
 const IN_FOLDERS: [&str; 4] = ["txt", "md", "jsonl", "ndjson"];
@@ -144,7 +137,7 @@ impl Encoder<'_> {
     /// Tokenises a file that is one document.
     fn text(&self, path: &Path, source: &mut Source, limit: usize) -> Result<(Vec<Vec<u32>>, bool)> {
         let wanted = limit.saturating_add(MARGIN);
-        let mut bytes = limit.saturating_mul(8).saturating_add(4096);
+        let mut bytes = likely_bytes(limit);
         let (mut ids, is_all) = loop {
             let (text, is_all) = source.text(bytes)?;
             if text.is_empty() && is_all {

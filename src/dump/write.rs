@@ -260,25 +260,23 @@ impl NewDump {
     }
 }
 
-/// Puts a complete dump in the place of another. Files at that place that belong to no dump stay.
+/// Puts a complete dump in the place of another, file by file. Files at that place that belong to no dump stay.
+///
+/// Meanwhile the manifest has the name of the mark of an unfinished dump: if the process is killed, the next dump takes the
+/// folder over.
 fn replace(new: &Path, place: &Path, files: &[String]) -> Result<()> {
+    let (manifest, mark) = (place.join(MANIFEST), place.join(UNFINISHED.mark));
     let failed = |e| Error::io(place, "write", &e);
-    let old = read_json(&place.join(MANIFEST))?;
-    let old = old["files"]
-        .as_object()
-        .into_iter()
-        .flatten()
-        .map(|(name, _)| name.as_str());
-    // Without its manifest, what is left of the old dump is no dump.
-    for name in std::iter::once(MANIFEST).chain(old.filter(|name| (UNFINISHED.holds)(name))) {
+    disk::rename(&manifest, &mark).map_err(failed)?;
+    let old = Folder::marked(place, &UNFINISHED).unwrap_or_default();
+    for name in old.iter().filter(|name| (UNFINISHED.holds)(name)) {
         disk::remove_file(&place.join(name)).map_err(failed)?;
     }
-    if std::fs::remove_dir(place).is_ok() {
-        return disk::rename_folder(new, place).map_err(failed);
-    }
-    for name in files.iter().map(String::as_str).chain([MANIFEST]) {
+    disk::rename(&new.join(MANIFEST), &mark).map_err(failed)?;
+    for name in files {
         disk::rename(&new.join(name), &place.join(name)).map_err(failed)?;
     }
+    disk::rename(&mark, &manifest).map_err(failed)?;
     std::fs::remove_dir(new).map_err(failed)
 }
 

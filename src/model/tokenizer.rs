@@ -36,7 +36,16 @@ const SPEED: usize = 50_000;
 const SECONDS: u32 = 2;
 
 /// Bytes of short documents that are tokenised in one process.
-const BATCH: usize = 1 << 20;
+pub const BATCH: usize = 1 << 20;
+
+/// Tokens that the beginning of a text must have beyond those that are wanted: the last ones before a cut may differ from
+/// those of the whole text.
+pub const MARGIN: usize = 64;
+
+/// Returns about how many bytes of text have so many tokens, or more.
+pub fn likely_bytes(tokens: usize) -> usize {
+    tokens.saturating_mul(8).saturating_add(4096)
+}
 
 /// By what factor a decoder may lengthen a text.
 const GROWTH: usize = 16;
@@ -285,15 +294,14 @@ impl Tokenizer {
     }
 
     fn prefix(&self, text: &str, limit: usize) -> std::result::Result<Vec<u32>, String> {
-        let mut bytes = limit.saturating_mul(8).saturating_add(4096);
+        let mut bytes = likely_bytes(limit);
         loop {
             let mut end = bytes.min(text.len());
             while !text.is_char_boundary(end) {
                 end += 1;
             }
             let mut ids = self.whole(&text[..end])?;
-            // The last tokens before the cut may differ from those of the whole text, so 64 more tokens are required.
-            if end == text.len() || ids.len() >= limit + 64 {
+            if end == text.len() || ids.len() >= limit.saturating_add(MARGIN) {
                 ids.truncate(limit);
                 return Ok(ids);
             }

@@ -6,8 +6,9 @@ use std::ops::Range;
 
 use super::eval::Passage;
 use crate::corpus::{Beyond, Corpus, Reserve};
+pub use probe::QUESTIONS;
+pub use probe::facts::{QuestionTokens, questions};
 pub use probe::{LEAST_ACCURACY, LEAST_QUESTIONS, PLANNED_STEPS, Probe, ProbeKind, Score};
-pub use probe::{QUESTIONS, QuestionTokens, questions};
 
 /// Most tokens of a block, unless it is one of full length.
 pub const BLOCK: usize = 2048;

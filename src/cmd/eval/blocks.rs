@@ -4,7 +4,8 @@ use std::ops::Range;
 
 use serde_json::{Value, json};
 
-use super::{Args, SAMPLED, is_stopped, spread};
+use super::material::sampled;
+use super::{Args, is_stopped};
 use crate::corpus::{Corpus, CorpusOptions, CorpusSource};
 use crate::error::{Error, Result};
 use crate::model::Decoder;
@@ -62,7 +63,7 @@ impl Blocks {
     /// Evaluates some blocks with fewer steps, since what a step reads changes little from step to step; `done` is called
     /// after each block.
     pub fn sample(&self, args: &Args, evaluation: &mut Evaluation, done: &mut dyn FnMut()) -> Result<()> {
-        for i in spread(self.usable.len(), SAMPLED) {
+        for i in sampled(self.usable.len()) {
             let ids = &self.corpus.ids[self.usable[i].clone()];
             evaluation.block(ids, args.turns, args.decode.min(SAMPLED_STEPS), &mut || {})?;
             done();

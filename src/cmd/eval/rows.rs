@@ -274,7 +274,8 @@ const DETAILS: [EvalColumn; 7] = [
 /// A row whose share of the bytes differs from the requested one by more than this fraction of it is marked.
 const OFF: f64 = 0.05;
 
-/// Writes the rows as tables; `counted` is the key of the bytes that --reads counts, and `questions` says how questions were fed and what full attention answered, if some were asked.
+/// Writes the rows as tables; `counted` is the key of the bytes that --reads counts, and `questions` says how questions
+/// were fed and what full attention answered, if some were asked.
 pub fn text(rows: &[Value], questions: Option<(Feeding, &Answers)>, counted: &str) -> String {
     let (main, details): (&[EvalColumn], &[EvalColumn]) = match questions {
         Some(_) => (&ON_NEEDLES, &DETAILS[..3]),

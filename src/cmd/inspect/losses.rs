@@ -4,6 +4,7 @@ use super::paragraph;
 use crate::artifact::{Artifact, Measured, MethodLoss, OtherLosses, USUAL_KL, Verdict, parse, share};
 use crate::cmd::verdict::cautions;
 use crate::error::Result;
+use crate::progress::counted;
 
 /// The losses, in nats, for which a method is recommended; a verdict with another limit takes this one in place of the
 /// second.
@@ -93,8 +94,12 @@ fn flags(row: &MethodLoss, of: &Measured) -> String {
 /// Lists what every method lost, and the heads that are weak.
 pub fn table(verdict: &Verdict, artifact: &Artifact) -> Result<String> {
     let mut out = format!(
-        "\nmethods: {} blocks of text, {} steps, {} cache, {} sinks, window of {}\n",
-        verdict.blocks, verdict.steps, verdict.kv, verdict.sinks, verdict.window
+        "\nmethods: {} of text, {} steps, {} cache, {} sinks, window of {}\n",
+        counted(verdict.blocks, "block"),
+        verdict.steps,
+        verdict.kv,
+        verdict.sinks,
+        verdict.window
     );
     out += "method          budget   read      KL (95 % interval)  KL p99   top-1 answered\n";
     let mut rows: Vec<&MethodLoss> = verdict.rows.iter().collect();
@@ -150,7 +155,7 @@ fn others(verdict: &Verdict) -> String {
         let kind = if texts.kind == "uuid" { "UUIDs" } else { "text" };
         out += &format!(
             "\nmeans on {} of {} tokens of {kind}, {} steps\n",
-            counted(texts.blocks),
+            counted(texts.blocks, "block"),
             texts.length,
             texts.steps
         );
@@ -179,10 +184,6 @@ fn others(verdict: &Verdict) -> String {
 /// Names the method of a row.
 fn named(row: &MethodLoss) -> String {
     format!("{}{}", row.method, if row.oracle { " (bound)" } else { "" })
-}
-
-fn counted(blocks: usize) -> String {
-    format!("{blocks} block{}", if blocks == 1 { "" } else { "s" })
 }
 
 /// Shows what every method lost at one KV head.

@@ -26,6 +26,8 @@ pub(super) struct Comparison<'a> {
     pub device: &'a dyn Device,
     pub decoder: &'a Decoder,
     pub artifact: Option<&'a Artifact>,
+    /// What is said if the model could not run on the GPU.
+    pub on_cpu: Option<&'a str>,
 }
 
 /// What a method said.
@@ -122,6 +124,7 @@ impl Comparison<'_> {
             device,
             decoder,
             artifact,
+            on_cpu,
         } = *self;
         let choice = Choice::compared(named, args, artifact);
         let reading = &args.reading;
@@ -144,8 +147,9 @@ impl Comparison<'_> {
             args,
             global,
             kv: options.kv,
-            fallbacks: fallback
+            fallbacks: [on_cpu, fallback]
                 .into_iter()
+                .flatten()
                 .map(str::to_owned)
                 .chain(in_full(method.as_ref()))
                 .collect(),

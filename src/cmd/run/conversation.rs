@@ -14,7 +14,7 @@ use crate::interrupt;
 use crate::kv::KvType;
 use crate::kv::sample::Sampler;
 use crate::model::tokenizer::TextStream;
-use crate::progress::size;
+use crate::progress::{counted, size};
 use crate::runner::Session;
 
 /// Why a reply ended.
@@ -71,10 +71,7 @@ impl Reply {
 
 /// Counts tokens in words: `1 token`, `12 tokens`.
 pub(super) fn tokens(n: usize) -> String {
-    match n {
-        1 => "1 token".to_owned(),
-        n => format!("{n} tokens"),
-    }
+    counted(n, "token")
 }
 
 /// Prompts and replies in turns on one cache; a run without --chat has one turn.

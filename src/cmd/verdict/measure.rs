@@ -4,10 +4,8 @@ use std::path::Path;
 
 use super::VerdictFlags;
 use super::budgets::{GRID, Planned, SAMPLED_STEPS};
-use crate::artifact::{
-    Answered, Artifact, HeadLosses, Intervals, Measured, MeasuredProbe, MeasuredTexts, MethodLoss,
-    OtherLosses, Verdict,
-};
+use super::results::{Results, rounded};
+use crate::artifact::{Artifact, MeasuredProbe, MeasuredTexts, Verdict};
 use crate::cmd::args::Global;
 use crate::cmd::calibrate::stages::{BUDGETS, PROBE, Stages, VERDICT};
 use crate::cmd::layers_on;
@@ -24,7 +22,7 @@ use crate::model::Decoder;
 use crate::model::tokenizer::Tokenizer;
 use crate::progress::Log;
 use crate::runner::Options;
-use crate::runner::eval::{Bootstrap, Layerwise, Metrics, Passage, Variant, VariantReport};
+use crate::runner::eval::{Bootstrap, Layerwise, Passage, Variant, VariantReport};
 use crate::runner::verdict::{
     LEAST_ACCURACY, LEAST_QUESTIONS, Material, Probe, ProbeKind, QUESTIONS, Score, TOGETHER, Texts,
 };
@@ -49,28 +47,28 @@ pub struct Judging<'a> {
 }
 
 /// A method at a share of the bytes.
-struct Row {
-    planned: Planned,
+pub(super) struct Row {
+    pub planned: Planned,
     /// Its losses on the blocks of text.
-    text: VariantReport,
+    pub text: VariantReport,
     /// Its losses on each of the other texts.
-    others: Vec<VariantReport>,
+    pub others: Vec<VariantReport>,
     /// Whether it ranks by exact scores, which cannot be recommended and is not asked.
-    is_oracle: bool,
+    pub is_oracle: bool,
     /// Whether it lost so much on the first blocks that it was not measured on the others.
-    is_dropped: bool,
+    pub is_dropped: bool,
     /// Its answers to the probe.
-    score: Score,
+    pub score: Score,
 }
 
 impl Row {
     /// Tells whether the row is still measured.
-    fn is_live(&self) -> bool {
+    pub fn is_live(&self) -> bool {
         self.planned.budget.is_some() && !self.is_dropped
     }
 
     /// Tells whether the row answers questions.
-    fn is_asked(&self) -> bool {
+    pub fn is_asked(&self) -> bool {
         self.is_live() && !self.is_oracle
     }
 }
@@ -383,10 +381,8 @@ impl Measurement<'_> {
             bootstrap: bootstrap.as_ref(),
             full: outcome.as_ref().ok().map(|(_, full)| full),
         };
-        let rows = self.rows.iter().map(|row| {
-            let oracle = self.named[row.planned.method].method.as_str() == super::ORACLE;
-            results.row(row, &names[row.planned.method], oracle)
-        });
+        let rows = self.rows.iter();
+        let rows = rows.map(|row| results.row(row, &names[row.planned.method]));
         let probe = outcome.as_ref().ok().map(|(probe, full)| MeasuredProbe {
             kind: probe.kind.key().to_owned(),
             length: probe.length,
@@ -406,129 +402,5 @@ impl Measurement<'_> {
             probe,
             texts,
         }
-    }
-}
-
-/// What the results of a row are computed from.
-struct Results<'a> {
-    head_dim: usize,
-    material: &'a Material,
-    /// Resamples of the blocks of text, if there are enough blocks.
-    bootstrap: Option<&'a Bootstrap>,
-    /// The answers of full attention to the probe, if it counts.
-    full: Option<&'a Score>,
-}
-
-impl Results<'_> {
-    fn read(&self, report: &VariantReport) -> Option<f64> {
-        report.counts.bytes_fraction(KvType::Bf16, self.head_dim)
-    }
-
-    /// Collects the results of a row.
-    fn row(&self, row: &Row, name: &str, oracle: bool) -> MethodLoss {
-        let budget = row.planned.budget;
-        let read = budget.and_then(|_| self.read(&row.text));
-        MethodLoss {
-            method: name.to_owned(),
-            oracle,
-            reads_target: row.planned.target,
-            bytes_read_fraction: rounded(read.unwrap_or(row.planned.least)),
-            measured: budget.map(|budget| Measured {
-                dropped_after: row.is_dropped.then_some(row.text.blocks()),
-                intervals: self.intervals(row),
-                others: self.others(row),
-                probe: self.answered(row),
-                ..measured(budget, &row.text)
-            }),
-        }
-    }
-
-    fn intervals(&self, row: &Row) -> Option<Intervals> {
-        let bootstrap = self.bootstrap.filter(|_| row.is_live())?;
-        let losses = |blocks: &[usize]| {
-            let losses = row.text.of_blocks(blocks).losses;
-            [losses.kl, losses.kl_p99, losses.top1_equal]
-        };
-        let [kl, kl_p99, top1_equal] = bootstrap.intervals(losses).map(|of| of.map(rounded));
-        Some(Intervals {
-            kl,
-            kl_p99,
-            top1_equal,
-        })
-    }
-
-    fn others(&self, row: &Row) -> Vec<OtherLosses> {
-        let all = self.material.others.iter().zip(&row.others);
-        let measured = all.filter(|(_, report)| report.blocks() > 0);
-        let loss = |(texts, report): (&Texts, &VariantReport)| {
-            let losses = report.whole().losses;
-            OtherLosses {
-                kind: texts.kind.to_owned(),
-                length: texts.length,
-                bytes_read_fraction: rounded(self.read(report).unwrap_or(1.0)),
-                kl: rounded(losses.kl),
-                kl_p99: rounded(losses.kl_p99),
-                top1_equal: rounded(losses.top1_equal),
-            }
-        };
-        measured.map(loss).collect()
-    }
-
-    fn answered(&self, row: &Row) -> Option<Answered> {
-        let full = self.full.filter(|_| row.is_asked())?;
-        let (points, interval) = row.score.points_below(full, self.bootstrap);
-        Some(Answered {
-            accuracy: rounded(row.score.accuracy()),
-            points_below: rounded(points),
-            interval: interval.unwrap_or([points; 2]).map(rounded),
-        })
-    }
-}
-
-/// Collects the measurements of a report.
-fn measured(budget: f64, report: &VariantReport) -> Measured {
-    let whole = report.whole();
-    let heads = |of: fn(&Metrics) -> f64| {
-        let layer = |heads: &Vec<_>| heads.iter().map(|head| rounded(of(head))).collect();
-        report.heads.iter().map(layer).collect()
-    };
-    let losses = whole.losses;
-    Measured {
-        budget,
-        kl: rounded(losses.kl),
-        kl_median: rounded(losses.kl_median),
-        kl_p99: rounded(losses.kl_p99),
-        top1_equal: rounded(losses.top1_equal),
-        perplexity_ratio: rounded(losses.perplexity_ratio),
-        recall: rounded(whole.choices.recall.into()),
-        mass: rounded(whole.choices.mass.into()),
-        output_error: rounded(whole.choices.output_error.into()),
-        index_bits_per_token: rounded(report.index_bits_per_token()),
-        heads: HeadLosses {
-            recall: heads(|head| head.recall.into()),
-            mass: heads(|head| head.mass.into()),
-            output_error: heads(|head| head.output_error.into()),
-        },
-        dropped_after: None,
-        intervals: None,
-        others: Vec::new(),
-        probe: None,
-    }
-}
-
-/// Rounds to five significant digits, so that the last bits of sums, which depend on order and threads, are not stored.
-fn rounded(x: f64) -> f64 {
-    format!("{x:.4e}").parse().unwrap_or(x)
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn five_digits_stay() {
-        assert_eq!(rounded(0.123_456_78), 0.12346);
-        assert_eq!(rounded(0.0), 0.0);
-        assert_eq!(rounded(12_345_678.0), 12_346_000.0);
     }
 }

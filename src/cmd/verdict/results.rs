@@ -1,0 +1,131 @@
+//! The results of a measurement, as the artifact keeps them.
+
+use super::measure::Row;
+use crate::artifact::{Answered, HeadLosses, Intervals, Measured, MethodLoss, OtherLosses};
+use crate::kv::KvType;
+use crate::runner::eval::{Bootstrap, Metrics, VariantReport};
+use crate::runner::verdict::{Material, Score, Texts};
+
+/// What the results of a row are computed from.
+pub(super) struct Results<'a> {
+    pub head_dim: usize,
+    pub material: &'a Material,
+    /// Resamples of the blocks of text, if there are enough blocks.
+    pub bootstrap: Option<&'a Bootstrap>,
+    /// The answers of full attention to the probe, if it counts.
+    pub full: Option<&'a Score>,
+}
+
+impl Results<'_> {
+    fn read(&self, report: &VariantReport) -> Option<f64> {
+        report.counts.bytes_fraction(KvType::Bf16, self.head_dim)
+    }
+
+    /// Collects the results of a row.
+    pub fn row(&self, row: &Row, name: &str) -> MethodLoss {
+        let budget = row.planned.budget;
+        let read = budget.and_then(|_| self.read(&row.text));
+        MethodLoss {
+            method: name.to_owned(),
+            oracle: row.is_oracle,
+            reads_target: row.planned.target,
+            bytes_read_fraction: rounded(read.unwrap_or(row.planned.least)),
+            measured: budget.map(|budget| Measured {
+                dropped_after: row.is_dropped.then_some(row.text.blocks()),
+                intervals: self.intervals(row),
+                others: self.others(row),
+                probe: self.answered(row),
+                ..measured(budget, &row.text)
+            }),
+        }
+    }
+
+    fn intervals(&self, row: &Row) -> Option<Intervals> {
+        let bootstrap = self.bootstrap.filter(|_| row.is_live())?;
+        let losses = |blocks: &[usize]| {
+            let losses = row.text.of_blocks(blocks).losses;
+            [losses.kl, losses.kl_p99, losses.top1_equal]
+        };
+        let [kl, kl_p99, top1_equal] = bootstrap.intervals(losses).map(|of| of.map(rounded));
+        Some(Intervals {
+            kl,
+            kl_p99,
+            top1_equal,
+        })
+    }
+
+    fn others(&self, row: &Row) -> Vec<OtherLosses> {
+        let all = self.material.others.iter().zip(&row.others);
+        let measured = all.filter(|(_, report)| report.blocks() > 0);
+        let loss = |(texts, report): (&Texts, &VariantReport)| {
+            let losses = report.whole().losses;
+            OtherLosses {
+                kind: texts.kind.to_owned(),
+                length: texts.length,
+                bytes_read_fraction: rounded(self.read(report).unwrap_or(1.0)),
+                kl: rounded(losses.kl),
+                kl_p99: rounded(losses.kl_p99),
+                top1_equal: rounded(losses.top1_equal),
+            }
+        };
+        measured.map(loss).collect()
+    }
+
+    fn answered(&self, row: &Row) -> Option<Answered> {
+        let full = self.full.filter(|_| row.is_asked())?;
+        let (points, interval) = row.score.points_below(full, self.bootstrap);
+        Some(Answered {
+            accuracy: rounded(row.score.accuracy()),
+            points_below: rounded(points),
+            interval: interval.unwrap_or([points; 2]).map(rounded),
+        })
+    }
+}
+
+/// Collects the measurements of a report.
+fn measured(budget: f64, report: &VariantReport) -> Measured {
+    let whole = report.whole();
+    let heads = |of: fn(&Metrics) -> f64| {
+        let layer = |heads: &Vec<_>| heads.iter().map(|head| rounded(of(head))).collect();
+        report.heads.iter().map(layer).collect()
+    };
+    let losses = whole.losses;
+    Measured {
+        budget,
+        kl: rounded(losses.kl),
+        kl_median: rounded(losses.kl_median),
+        kl_p99: rounded(losses.kl_p99),
+        top1_equal: rounded(losses.top1_equal),
+        perplexity_ratio: rounded(losses.perplexity_ratio),
+        recall: rounded(whole.choices.recall.into()),
+        mass: rounded(whole.choices.mass.into()),
+        output_error: rounded(whole.choices.output_error.into()),
+        index_bits_per_token: rounded(report.index_bits_per_token()),
+        heads: HeadLosses {
+            recall: heads(|head| head.recall.into()),
+            mass: heads(|head| head.mass.into()),
+            output_error: heads(|head| head.output_error.into()),
+        },
+        dropped_after: None,
+        intervals: None,
+        others: Vec::new(),
+        probe: None,
+    }
+}
+
+/// Rounds to five significant digits, so that the last bits of sums, which depend on order and threads, are not stored.
+pub(super) fn rounded(x: f64) -> f64 {
+    format!("{x:.4e}").parse().unwrap_or(x)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn five_digits_stay() {
+        assert_eq!(rounded(0.123_456_78), 0.12346);
+        assert_eq!(rounded(0.0), 0.0);
+        assert_eq!(rounded(12_345_678.0), 12_346_000.0);
+    }
+}
