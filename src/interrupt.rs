@@ -7,7 +7,7 @@ use std::time::Duration;
 
 use signal_hook::iterator::Signals;
 
-use crate::error::{Error, Result};
+use crate::error::{Error, Kind, Result};
 use crate::progress::say;
 use crate::unfinished;
 
@@ -135,6 +135,15 @@ pub fn check() -> Result<()> {
         Err(Error::interrupted())
     } else {
         Ok(())
+    }
+}
+
+/// Tells whether the user stopped the work after `done` steps; a stop before the first step stays an error.
+pub fn is_stopped(result: Result<()>, done: usize) -> Result<bool> {
+    match result {
+        // What was measured so far is still reported.
+        Err(e) if e.kind() == Kind::Interrupted && done > 0 => Ok(true),
+        other => other.map(|()| false),
     }
 }
 

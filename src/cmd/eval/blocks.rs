@@ -4,10 +4,11 @@ use std::ops::Range;
 
 use serde_json::{Value, json};
 
+use super::args::Args;
 use super::material::sampled;
-use super::{Args, is_stopped};
 use crate::corpus::{Corpus, CorpusOptions, CorpusSource};
 use crate::error::{Error, Result};
+use crate::interrupt::is_stopped;
 use crate::model::Decoder;
 use crate::progress::Log;
 use crate::runner::eval::{Evaluation, decoded, turns_of};

@@ -2,7 +2,7 @@
 
 use serde_json::Value;
 
-use super::Args;
+use super::args::Args;
 use super::blocks::Blocks;
 use super::needles::{self, NeedleLine, Reader};
 use crate::cmd::args::Global;

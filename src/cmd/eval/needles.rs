@@ -7,9 +7,10 @@ use std::path::Path;
 use serde::Deserialize;
 use serde_json::{Value, json};
 
-use super::{Args, is_stopped};
+use super::args::Args;
 use crate::cmd::args::Global;
 use crate::error::{Error, Result};
+use crate::interrupt::is_stopped;
 use crate::model::Decoder;
 use crate::model::tokenizer::Tokenizer;
 use crate::progress::Log;

@@ -2,7 +2,8 @@
 
 use super::super::named::Named;
 use super::super::reading::parse_budget;
-use super::{Args, reads};
+use super::args::Args;
+use super::reads;
 use crate::artifact::Artifact;
 use crate::error::{Error, Result};
 use crate::kv::Budget;

@@ -5,9 +5,10 @@ use std::path::{Path, PathBuf};
 use serde_json::{Map, Value, json};
 
 use super::super::merge;
+use super::super::named::Named;
+use super::args::Args;
 use super::needles::Feeding;
 use super::plan::{BudgetOf, Entry, Planned};
-use super::{Args, Named};
 use crate::artifact::Artifact;
 use crate::error::Result;
 use crate::method::registry::constant_bytes;
