@@ -125,13 +125,32 @@ impl<'a> Evaluation<'a> {
     /// # Errors
     /// A turn of less than two tokens; activations that are not finite; an interrupt.
     pub fn block(&mut self, ids: &[u32], turns: usize, decode: usize, done: &mut dyn FnMut()) -> Result<()> {
+        self.turns(ids, turns, decode, true, done)
+    }
+
+    /// Evaluates a block for what variants read alone: no choice is judged, and the reports have no metrics of choices.
+    ///
+    /// # Errors
+    /// As [`block`](Self::block).
+    pub fn sample(&mut self, ids: &[u32], turns: usize, decode: usize) -> Result<()> {
+        self.turns(ids, turns, decode, false, &mut || {})
+    }
+
+    fn turns(
+        &mut self,
+        ids: &[u32],
+        turns: usize,
+        decode: usize,
+        judged: bool,
+        done: &mut dyn FnMut(),
+    ) -> Result<()> {
         if ids.len() / turns.max(1) < 2 {
             return Err(
                 Error::failed("a turn has only one token, so there is nothing to decode")
                     .hint("give longer documents"),
             );
         }
-        let mut fed = self.trajectories(ids.len(), true);
+        let mut fed = self.trajectories(ids.len(), judged);
         self.begin(turns);
         for (turn, range) in turns_of(ids.len(), turns).enumerate() {
             let steps = decoded(range.len(), decode);

@@ -66,7 +66,7 @@ impl Blocks {
     pub fn sample(&self, args: &Args, evaluation: &mut Evaluation, done: &mut dyn FnMut()) -> Result<()> {
         for i in sampled(self.usable.len()) {
             let ids = &self.corpus.ids[self.usable[i].clone()];
-            evaluation.block(ids, args.turns, args.decode.min(SAMPLED_STEPS), &mut || {})?;
+            evaluation.sample(ids, args.turns, args.decode.min(SAMPLED_STEPS))?;
             done();
         }
         Ok(())
