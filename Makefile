@@ -105,12 +105,12 @@ pages: target/python/complete
 	$(PYTHON) scripts/render.py
 
 # The page of the real model, as pictures for the documentation; needs Chromium, and what the tables named below left in $(LAB).
-screenshots: results-text results-same results-questions-4096
+screenshots: results-text results-long results-questions-4096
 	$(KVSMITH) calibrate --model $(REAL)/model --text calib-data/text.txt --max-tokens 40960 --size 1024 --holdout 0.1 \
 		--seq-len 8192 --no-verdict -o $(LAB)/of-bible.safetensors --overwrite
 	$(KVSMITH) verdict $(LAB)/main.safetensors --model $(REAL)/model --text $(LAB)/main.handbook.txt $(LAB)/main.python.txt \
 		--uuid-tokens 8192 --max-tokens all --holdout 0.1 --seq-len 8192 -o $(LAB)/report.safetensors --overwrite
-	$(KVSMITH) report $(LAB)/report.safetensors $(foreach name,text-handbook same-python questions-4096,--eval $(LAB)/$(name).json) \
+	$(KVSMITH) report $(LAB)/report.safetensors $(foreach name,text-handbook long-python questions-4096,--eval $(LAB)/$(name).json) \
 		--against $(LAB)/of-bible.safetensors -o $(LAB)/report.html --overwrite
 	@sh scripts/screenshots.sh $(LAB)/report.html
 

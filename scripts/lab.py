@@ -220,16 +220,16 @@ class Lab:
         layout = list(zip(kinds or ["text"] * len(documents), map(len, documents)))
         return Corpus(name, ["--tokens", file, *options], [file], layout)
 
-    def calibrated(self, corpus, size=1024, options=()):
-        """Return the artifact calibrated on a corpus, with `size` codewords for a2ats.
+    def calibrated(self, corpus, size=1024, options=(), sections=()):
+        """Return the artifact calibrated on a corpus, with `size` codewords for a2ats, with some sections or with all.
 
         Stops the script if the fits used no tokens of one of the kinds of text.
         """
         path = self.out / f"{corpus.name}.safetensors"
         # Some sections are made on request only.
-        peers = ["--peers"] if self.knows(["--peers"], "calibrate") else []
+        chosen = ["--sections", ",".join(sections)] if sections else ["--peers"]
         command = ["calibrate", "--model", self.real / "model", *corpus.source, "--max-tokens", "all", "--size", size,
-                   *peers, *options, "--no-verdict", "-o", path, "--overwrite"]
+                   *chosen, *options, "--no-verdict", "-o", path, "--overwrite"]
         self.once(path, command, corpus.inputs)
         manifest = manifest_of(path)
         block = manifest["calibration"]["seq_len"]

@@ -8,7 +8,7 @@ stopped run continues. The tables:
 
     text              3,072 tokens, 10 and 20 % of the bytes: every method with its paper's parameters, and tuned
     long              8,192 tokens, 5 and 10 %: the same; wpq, a2ats and lfps with three artifacts
-    same              like long, with an artifact calibrated on other chapters of the tested works
+    same              the same blocks, in the same run, with an artifact calibrated on other chapters of the tested works
     claims            the parts of the methods that claims are about, at a budget of 6 %
     questions-4096, questions-8192     eight questions about each text, 10 % of the bytes
     easy-4096         the same questions, fed with the prompt as papers do
@@ -43,11 +43,13 @@ BLOCKS = 20
 # Seed of the questions, and of those about the final text.
 TASK_SEED, FINAL_SEED = 20263, 20300
 # Texts of each length, and questions about each text.
-TEXTS, ASKED = 50, 8
+TEXTS, ASKED = 25, 8
 # Other tasks of which full attention answers at least half, and texts of each, with one question about each text.
-TASKS, TEXTS_PER_TASK = "single,multikey,multivalue", 134
+TASKS, TEXTS_PER_TASK = "single,multikey,multivalue", 60
 # Methods that are fitted, whose rows in the table `long` are means over the artifacts of FITS seeds and texts.
 FITTED, FITS = ("a2ats", "lfps", "wpq"), 3
+# Sections of the artifacts that tables need besides the main one.
+SECTIONS = ("a2ats", "sign", "lfps", "wpq", "doublesparsity", "triattention")
 # Forms of sections that are measured beside the defaults: the command that fits them, and their options.
 FORMS = {"buckets": ("codebook", "--positions buckets --size 1024"), "all directions": ("wpq", "--wpq-directions all"), "mean": ("wpq", "--wpq-center mean")}
 # The method of the section that a command fits.
@@ -77,7 +79,7 @@ class Results(Lab):
         name = ("main" if work is None else f"for-{work}") + (f"-{fit}" if fit else "")
         options = ["--seq-len", 8192, "--holdout", 0.1, *(["--seed", fit] if fit else [])]
         corpus = self.corpus(name, parts, TOKENS, options, first=fit * int(TOKENS * max(parts.values())))
-        return corpus, self.calibrated(corpus)
+        return corpus, self.calibrated(corpus, sections=FITTED if fit else SECTIONS if work else ())
 
     def form(self, corpus, command, options):
         """Return a file with another form of a section, fitted to the corpus of an artifact."""
@@ -97,10 +99,11 @@ class Results(Lab):
                 found.setdefault((row["entry"], row["options"]), (row["method"], case, []))[2].append(row["share"])
         return list(found.items())
 
-    def measure(self, name, work, source, length, shares, also=(), forms=FORMS, fits=1, options=()):
+    def measure(self, name, work, source, length, shares, also=(), forms=FORMS, fits=1, options=(), beside=None, same=False):
         """Return the rows of every method on a text of a work or on questions, at shares of the bytes.
 
-        `source` gives the flags of `eval` for the text and the files that it depends on.
+        `source` gives the flags of `eval` for the text and the files that it depends on. The artifact `beside` is measured in the
+        same run; with `same`, its rows are returned, without other forms of sections, in place of those of the artifact for the work.
         """
         corpus, artifact = self.of(work)
         # By the artifact's name, the flags and the method: the form of a row, its options, and the shares at which it counts.
@@ -136,28 +139,36 @@ class Results(Lab):
             path = self.out / f"{of_fit.stem}-fitted.safetensors"
             keep_sections(of_fit, path, FITTED)
             artifacts[path.stem], fitted[path.stem] = path, fit
+        if beside:
+            artifacts[beside.stem] = beside
         source, inputs = source
         against = ["--against", ",".join(map(str, artifacts.values()))] if artifacts else []
         command = ["--artifact", artifact, *against, *source, "--methods", ",".join(self.methods), "--reads", ",".join(map(str, shares)),
                    *(word for words in flags for word in ("--also", words)), *options]
         document = self.eval(name, command, [*inputs, artifact, *artifacts.values()])
         rows = []
+        has_section = {row["method"] for row in document["rows"] if beside and Path(row.get("artifact", artifact)).stem == beside.stem}
         for row in document["rows"]:
             stem, own = Path(row.get("artifact", artifact)).stem, row.get("flags", "")
-            stem = "" if stem == artifact.stem or stem in fitted else stem
+            if same and (stem != beside.stem if row["method"] in has_section else stem != artifact.stem):
+                continue
+            stem = "" if stem == artifact.stem or stem in fitted or same else stem
             for form, words, at in wanted.get((stem, own, row["method"]), ()):
                 if row["reads_target"] in at:
                     rows.append(kept(row) | {"form": form, "options": words, "fit": fitted.get(Path(row.get("artifact", artifact)).stem, 0)})
         return {**conditions(document), "rows": over_fits(rows)}
 
-    def on_text(self, name, blocks, shares, same=False, fits=1, steps=24):
-        """Return the table of a text; `blocks` gives the blocks of each work, each measured with the artifact for that work."""
+    def on_text(self, name, blocks, shares, own=False, beside=None, same=False, fits=1, steps=24):
+        """Return the table of a text; `blocks` gives the blocks of each work, each measured with the artifact for that work, or with `own`
+        with that for both.
+        """
         length = len(next(iter(blocks.values()))[0])
         found = []
         for work, documents_of in blocks.items():
             text = self.tokens(f"{name}-{work}", documents_of)
             source = ["--tokens", text, "--max-tokens", 10**9, "--seq-len", length, "--decode", steps], [text]
-            found.append(self.measure(f"{name}-{work}", None if same else work, source, length, shares, [f"lfps {BYPASS}"], fits=fits))
+            found.append(self.measure(f"{name}-{work}", None if own else work, source, length, shares, [f"lfps {BYPASS}"],
+                                      fits=fits, beside=beside, same=same))
         return {"length": length, "works": [work for work, of in blocks.items() for _ in of], **over_works(found)}
 
     # Tables
@@ -169,11 +180,12 @@ class Results(Lab):
         of_handbook = self.blocks("handbook", 8192, BLOCKS // 2)
         return {"handbook": of_handbook, "python": self.blocks("python", 8192, BLOCKS - len(of_handbook))}
 
-    def long(self):
-        return self.on_text("long", self.long_blocks(), (0.05, 0.1), fits=FITS, steps=16)
+    def long(self, same=False):
+        beside = self.of(None)[1]
+        return self.on_text("long", self.long_blocks(), (0.05, 0.1), beside=beside, same=same, fits=FITS, steps=16)
 
     def same(self):
-        return self.on_text("same", self.long_blocks(), (0.05, 0.1), same=True, steps=16)
+        return self.long(same=True)
 
     def asked(self, name, length, tasks, per_task, haystack="handbook-valid", folder="text", seed=TASK_SEED, work="handbook", options=()):
         path = self.out / f"{tasks.split(',')[0]}-{length}-{haystack}.jsonl"
@@ -266,7 +278,7 @@ class Results(Lab):
 
         for name, size, counts, shares, steps in (("text", 3072, (10, 10, 8), (0.1, 0.2), 24), ("long", 8192, (9, 9, 3), (0.05, 0.1), 16)):
             each = {kind: blocks(kind, size, count) for kind, count in zip(FINAL_TEXTS, counts)}
-            yield f"final-{name}", self.on_text(f"final-{name}", each, shares, same=True, steps=steps)
+            yield f"final-{name}", self.on_text(f"final-{name}", each, shares, own=True, steps=steps)
         yield "final-questions-4096", self.asked("final-questions", 4096, "turns", TEXTS, "prose-final", "final", FINAL_SEED, None)
 
 
