@@ -303,8 +303,10 @@ fn start(cli: &Cli) -> Result<()> {
         Some(n) => n,
         None => 0,
     };
+    // This thread is one of the pool's, so that it hands over work without waiting for another one to wake up.
     rayon::ThreadPoolBuilder::new()
         .num_threads(threads)
+        .use_current_thread()
         .build_global()
         .map_err(|e| {
             Error::failed(format!("cannot start the threads: {e}")).hint(

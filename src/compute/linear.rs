@@ -19,7 +19,7 @@ const CHANNELS: usize = 504;
 /// Blocks of [`SIDE`] input rows per task.
 const SIDES: usize = 2;
 /// With at most this many input rows, each row of the weight is widened and multiplied on its own.
-const FEW: usize = 4;
+pub const FEW: usize = 4;
 
 /// A projection: `y = x W^T + b`.
 pub struct Linear {
@@ -41,7 +41,7 @@ impl Linear {
     /// same on every instruction set and do not depend on the other rows.
     pub fn forward(&self, x: ArrayView2<f32>, mut out: ArrayViewMut2<f32>) {
         if x.nrows() <= FEW {
-            self.forward_few(x, out);
+            forward_few(x, vec![(self, out)]);
             return;
         }
         let packed = PackedInputs::new(x, PACKED.take());
@@ -133,32 +133,55 @@ impl Linear {
         self.weight.dtype().read(self.part(channel, terms), out);
     }
 
-    fn forward_few(&self, x: ArrayView2<f32>, mut out: ArrayViewMut2<f32>) {
-        let k = self.weight.cols();
-        let rows: Vec<Vec<f32>> = x.rows().into_iter().map(|r| r.to_vec()).collect();
-        let panels = out.axis_chunks_iter_mut(Axis(1), FEW_CHANNELS).into_par_iter();
-        let scratch = || vec![0.0; k];
-        panels
-            .enumerate()
-            .for_each_init(scratch, |scratch, (p, mut panel)| {
-                for (j, mut column) in panel.columns_mut().into_iter().enumerate() {
-                    let row = p * FEW_CHANNELS + j;
-                    let bytes = self.weight.row_bytes(row, 1);
-                    let bias = self.bias.as_ref().map_or(0.0, |b| b[row]);
-                    // bf16 needs no widened copy if its bytes are aligned.
-                    let bf16 = match self.weight.dtype() {
-                        Float::Bf16 => bytemuck::try_cast_slice::<u8, u16>(bytes).ok(),
-                        _ => None,
-                    };
-                    if bf16.is_none() {
-                        widen(&self.weight, row, 1, scratch);
-                    }
-                    for (y, x) in column.iter_mut().zip(&rows) {
-                        *y = bias + bf16.map_or_else(|| simd::dot(scratch, x), |w| simd::dot_bf16(w, x));
-                    }
-                }
-            });
+    /// Computes the output channels from `first` on of few rows.
+    fn few_channels(&self, rows: &[Vec<f32>], first: usize, mut out: ArrayViewMut2<f32>) {
+        let mut wide = Vec::new();
+        for (j, mut column) in out.columns_mut().into_iter().enumerate() {
+            let row = first + j;
+            let bytes = self.weight.row_bytes(row, 1);
+            let bias = self.bias.as_ref().map_or(0.0, |b| b[row]);
+            // bf16 needs no widened copy if its bytes are aligned.
+            let bf16 = match self.weight.dtype() {
+                Float::Bf16 => bytemuck::try_cast_slice::<u8, u16>(bytes).ok(),
+                _ => None,
+            };
+            if bf16.is_none() {
+                wide.resize(self.weight.cols(), 0.0);
+                widen(&self.weight, row, 1, &mut wide);
+            }
+            for (y, x) in column.iter_mut().zip(rows) {
+                *y = bias + bf16.map_or_else(|| simd::dot(&wide, x), |w| simd::dot_bf16(w, x));
+            }
+        }
     }
+}
+
+/// Applies several projections to the same rows, in one parallel loop if the rows are few.
+///
+/// # Shapes
+/// x `[m, in]` (rows contiguous); each output `[m, out]`.
+///
+/// # Numerics
+/// As [`Linear::forward`].
+pub fn forward_all(x: ArrayView2<f32>, outputs: Vec<(&Linear, ArrayViewMut2<f32>)>) {
+    match x.nrows() <= FEW {
+        true => forward_few(x, outputs),
+        false => outputs
+            .into_iter()
+            .for_each(|(linear, out)| linear.forward(x, out)),
+    }
+}
+
+/// Computes [`forward_all`] of at most [`FEW`] rows.
+fn forward_few(x: ArrayView2<f32>, outputs: Vec<(&Linear, ArrayViewMut2<f32>)>) {
+    let rows: Vec<Vec<f32>> = x.rows().into_iter().map(|r| r.to_vec()).collect();
+    let parts = outputs.into_iter().flat_map(|(linear, out)| {
+        let parts = pieces(out, Axis(1), FEW_CHANNELS).into_iter().enumerate();
+        parts.map(move |(p, part)| (linear, p * FEW_CHANNELS, part))
+    });
+    let parts: Vec<_> = parts.collect();
+    let parts = parts.into_par_iter().with_max_len(1);
+    parts.for_each(|(linear, first, part)| linear.few_channels(&rows, first, part));
 }
 
 /// The input rows, transposed into the columns of panels. All tasks share them.

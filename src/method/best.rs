@@ -4,12 +4,16 @@ use std::cmp::{Ordering, Reverse};
 
 use crate::compute::masks;
 
-/// The approximate size of the sample. Two of its values enclose the last value of a choice.
+/// The approximate size of the sample of a long list. Two of its values enclose the last value of a choice.
 const SAMPLED: usize = 2048;
 /// The key of 0.
 const ZERO: u64 = 1 << 63;
-/// A list is sampled only if the sample then takes at most one in this many values.
-const LEAST_STRIDE: usize = 4;
+/// A sample takes at most one in this many values.
+const LEAST_STRIDE: usize = 8;
+/// With a smaller sample, the bounds would enclose most of the values.
+const LEAST_SAMPLED: usize = 64;
+/// Values between the bounds that are sampled again if they are at least as many.
+const MANY: usize = 8192;
 
 /// A number with an unsigned integer key that sorts as `total_cmp` does.
 pub(super) trait Key: Copy + PartialOrd {
@@ -101,7 +105,7 @@ pub(super) fn largest_mask<T: Key>(values: &[T], count: usize) -> Vec<u64> {
     let close = masks::places(&close, 0);
     let mut take = |place: u32| taken[place as usize / masks::WORD] |= 1 << (place as usize % masks::WORD);
     // If the sample does not halve the values, they hardly differ, and another one would not help.
-    if close.len() >= LEAST_STRIDE * SAMPLED && close.len() <= values.len() / 2 {
+    if close.len() >= MANY && close.len() <= values.len() / 2 {
         let between: Vec<T> = close.iter().map(|place| values[*place as usize]).collect();
         largest(&between, need)
             .iter()
@@ -118,8 +122,8 @@ pub(super) fn largest_mask<T: Key>(values: &[T], count: usize) -> Vec<u64> {
 /// Estimates two bounds from a sample: one that more than `count` values reach, and one that fewer than `count` reach.
 /// `None` stands for a bound that all values reach in the first place, and that no value reaches in the second.
 fn bounds<T: Key>(values: &[T], count: usize) -> [Option<T>; 2] {
-    let stride = values.len() / SAMPLED;
-    if stride < LEAST_STRIDE {
+    let stride = (values.len() / SAMPLED).max(LEAST_STRIDE);
+    if values.len() < stride * LEAST_SAMPLED {
         return [None, None];
     }
     let mut sample: Vec<T> = values.iter().step_by(stride).copied().collect();

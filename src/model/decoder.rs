@@ -14,10 +14,13 @@ use super::rope::{Rope, RopeTable};
 use super::weights::Checkpoint;
 use crate::compute::attention;
 use crate::compute::layout::{elements, elements_mut};
-use crate::compute::linear::{Linear, packed_floats, widen};
+use crate::compute::linear::{FEW, Linear, forward_all, packed_floats, widen};
 use crate::compute::simd;
 use crate::error::{Error, Result};
 use crate::weight::Weight;
+
+/// Values that are worth copying on several threads.
+const PARALLEL: usize = 1 << 15;
 
 /// Rows that pass a projection together; bounds the memory of the wide intermediate results.
 const ROWS: usize = 2048;
@@ -277,15 +280,27 @@ impl Layer {
             let rows = i * ROWS..i * ROWS + hidden.nrows();
             let mut normed = Array2::zeros(hidden.dim());
             rms_rows(hidden, &self.input_norm, self.eps, normed.view_mut());
-            let heads = |linear: &Linear, norm: Option<&Vec<f32>>, out: &mut Array3<f32>| {
-                let mut flat = Array2::zeros((rows.len(), linear.weight.rows()));
-                linear.forward(normed.view(), flat.view_mut());
-                let norm = norm.map(|w| (w.as_slice(), self.eps));
-                split_heads(flat.view(), norm, out.slice_mut(s![.., rows.clone(), ..]));
-            };
-            heads(&self.q, self.q_norm.as_ref(), &mut states.q_pre);
-            heads(&self.k, self.k_norm.as_ref(), &mut states.k_pre);
-            heads(&self.v, None, &mut states.v);
+            let mut all = [
+                (&self.q, self.q_norm.as_ref(), &mut states.q_pre),
+                (&self.k, self.k_norm.as_ref(), &mut states.k_pre),
+                (&self.v, None, &mut states.v),
+            ];
+            // Many rows pass one projection after the other, so that the results of one alone take memory.
+            let at_once = if rows.len() <= FEW { all.len() } else { 1 };
+            for part in all.chunks_mut(at_once) {
+                let empty =
+                    |(linear, ..): &(&Linear, _, _)| Array2::zeros((rows.len(), linear.weight.rows()));
+                let mut flat: Vec<Array2<f32>> = part.iter().map(empty).collect();
+                let outputs = part.iter().zip(&mut flat);
+                forward_all(
+                    normed.view(),
+                    outputs.map(|(of, flat)| (of.0, flat.view_mut())).collect(),
+                );
+                for ((_, norm, out), flat) in part.iter_mut().zip(&flat) {
+                    let norm = norm.map(|w| (w.as_slice(), self.eps));
+                    split_heads(flat.view(), norm, out.slice_mut(s![.., rows.clone(), ..]));
+                }
+            }
         }
         states
     }
@@ -304,8 +319,10 @@ impl Layer {
             rms_rows(hidden.view(), &self.mlp_norm, self.eps, normed.view_mut());
             let mut gate = Array2::zeros((m, self.gate.weight.rows()));
             let mut up = Array2::zeros(gate.dim());
-            self.gate.forward(normed.view(), gate.view_mut());
-            self.up.forward(normed.view(), up.view_mut());
+            forward_all(
+                normed.view(),
+                vec![(&self.gate, gate.view_mut()), (&self.up, up.view_mut())],
+            );
             gate.axis_iter_mut(Axis(0))
                 .into_par_iter()
                 .zip(up.axis_iter(Axis(0)))
@@ -395,8 +412,7 @@ pub fn rotate(x: &mut Array3<f32>, table: &RopeTable) {
 /// Splits `[m, heads d]` into `[heads, m, d]`, with an optional RMS norm (weight, eps) over each head.
 fn split_heads(flat: ArrayView2<f32>, norm: Option<(&[f32], f32)>, mut out: ArrayViewMut3<f32>) {
     let d = out.len_of(Axis(2));
-    let heads = out.axis_iter_mut(Axis(0)).into_par_iter().enumerate();
-    heads.for_each(|(head, mut out)| {
+    let split = |(head, mut out): (usize, ArrayViewMut2<f32>)| {
         let source = flat.slice(s![.., head * d..(head + 1) * d]);
         for (mut to, from) in out.rows_mut().into_iter().zip(source.rows()) {
             let (to, from) = (elements_mut(&mut to), elements(&from));
@@ -405,7 +421,16 @@ fn split_heads(flat: ArrayView2<f32>, norm: Option<(&[f32], f32)>, mut out: Arra
                 None => to.copy_from_slice(from),
             }
         }
-    });
+    };
+    // Few rows are copied in less time than other threads need to start.
+    match flat.len() < PARALLEL {
+        true => out.axis_iter_mut(Axis(0)).enumerate().for_each(split),
+        false => out
+            .axis_iter_mut(Axis(0))
+            .into_par_iter()
+            .enumerate()
+            .for_each(split),
+    }
 }
 
 /// Applies an RMS norm to every row.

@@ -176,35 +176,57 @@ fn score_heads<S: Simd, K: ChunkedRows, const J: usize, const R: usize>(
     stride: usize,
 ) {
     let (q, _) = q.as_chunks::<R>();
-    let (tiles, rest) = positions.as_chunks::<J>();
-    for (t, tile) in tiles.iter().enumerate() {
-        let mut keys = [rows.row(tile[0]); J];
-        for j in 0..J {
+    // The lanes of sixteen sums are added at once: as many tiles as fill them share that work.
+    let at_once = LANES / (J * R);
+    let mut all = [simd.splat(0.0); LANES];
+    for (b, batch) in positions.chunks(at_once * J).enumerate() {
+        let (tiles, rest) = batch.as_chunks::<J>();
+        for (t, tile) in tiles.iter().enumerate() {
+            // With a constant place, one tile's sums stay in registers.
+            let t = if at_once == 1 { 0 } else { t };
+            let mut keys = [rows.row(tile[0]); J];
+            for j in 0..J {
+                prefetch_next(rows, coming);
+                keys[j] = rows.row(tile[j]);
+            }
+            let sums = score_tile::<S, K, J, R>(simd, q, rows, keys);
+            for a in 0..R {
+                for j in 0..J {
+                    all[(t * R + a) * J + j] = sums[a][j];
+                }
+            }
+        }
+        if !tiles.is_empty() {
+            let scores = simd.sums(&all);
+            for (t, scores) in scores.chunks_exact(R * J).take(tiles.len()).enumerate() {
+                for a in 0..R {
+                    let at = a * stride + (b * at_once + t) * J;
+                    out[at..at + J].copy_from_slice(&scores[a * J..(a + 1) * J]);
+                }
+            }
+        }
+        for (j, p) in rest.iter().enumerate() {
             prefetch_next(rows, coming);
-            keys[j] = rows.row(tile[j]);
-        }
-        let scores = score_tile::<S, K, J, R>(simd, q, rows, keys);
-        for a in 0..R {
-            out[a * stride + t * J..][..J].copy_from_slice(&scores[a * J..(a + 1) * J]);
-        }
-    }
-    for (j, p) in rest.iter().enumerate() {
-        prefetch_next(rows, coming);
-        let scores = score_tile::<S, K, 1, R>(simd, q, rows, [rows.row(*p)]);
-        for a in 0..R {
-            out[a * stride + tiles.len() * J + j] = scores[a];
+            let sums = score_tile::<S, K, 1, R>(simd, q, rows, [rows.row(*p)]);
+            for a in 0..R {
+                all[a] = sums[a][0];
+            }
+            let scores = simd.sums(&all);
+            for a in 0..R {
+                out[a * stride + (b * at_once + tiles.len()) * J + j] = scores[a];
+            }
         }
     }
 }
 
-/// Returns the scores of J keys for R heads. The score of head a and key j is at `a J + j`; J R is at most [`LANES`].
+/// Returns the lanes whose sums are the scores of J keys for R heads.
 #[inline(always)]
 fn score_tile<S: Simd, K: ChunkedRows, const J: usize, const R: usize>(
     simd: S,
     q: &[[[f32; LANES]; R]],
     rows: K,
     keys: [K::Row; J],
-) -> [f32; LANES] {
+) -> [[S::Vector; J]; R] {
     let mut sums = [[simd.splat(0.0); J]; R];
     if K::PAIRS {
         let (pairs, rest) = q.as_chunks::<2>();
@@ -219,13 +241,7 @@ fn score_tile<S: Simd, K: ChunkedRows, const J: usize, const R: usize>(
             score_chunks(simd, q, rows, &keys, c, &mut sums);
         }
     }
-    let mut all = [simd.splat(0.0); LANES];
-    for a in 0..R {
-        for j in 0..J {
-            all[a * J + j] = sums[a][j];
-        }
-    }
-    simd.sums(&all)
+    sums
 }
 
 /// Adds the products of N chunks of each key with the queries to the sums.
