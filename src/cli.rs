@@ -97,19 +97,53 @@ const ON_CPU: [&str; 7] = [
     "man",
 ];
 
+/// Options of every command that some commands have no use for: their help leaves them out, though they accept them.
+const UNUSED: [(&str, &[&str]); 4] = [
+    (
+        "seed",
+        &[
+            "moments",
+            "merge",
+            "pack",
+            "status",
+            "inspect",
+            "report",
+            "gpu-check",
+            "completions",
+            "man",
+        ],
+    ),
+    (
+        "overwrite",
+        &[
+            "plan",
+            "status",
+            "inspect",
+            "eval",
+            "bench",
+            "gpu-check",
+            "completions",
+            "man",
+        ],
+    ),
+    ("threads", &["status", "completions", "man"]),
+    ("json", &["completions", "man"]),
+];
+
 impl Cli {
-    /// Describes the command line; help shows the options for devices only where they act.
+    /// Describes the command line; help shows the options of every command only where they act.
     fn described() -> clap::Command {
         let mut command = Self::command();
         let sections = SECTIONS.iter().map(|kind| kind.facts());
         let sections = sections.filter(|facts| facts.cpu_only).map(|facts| facts.command);
         let on_cpu: Vec<&str> = ON_CPU.into_iter().chain(sections).collect();
-        for id in ["device", "precision"] {
+        let of_devices = ["device", "precision"].map(|id| (id, on_cpu.as_slice()));
+        for (id, unused) in of_devices.into_iter().chain(UNUSED) {
             let is_it = |option: &&clap::Arg| option.get_id() == id;
             let found = command.get_arguments().find(is_it).cloned();
             if let Some(option) = found {
                 let hidden = option.hide(true);
-                command = on_cpu.iter().fold(command, |command, name| {
+                command = unused.iter().fold(command, |command, name| {
                     command.mut_subcommand(*name, |below| below.arg(hidden.clone()))
                 });
             }
@@ -240,9 +274,24 @@ fn given(command: &clap::Command, matches: &ArgMatches) -> Vec<String> {
     given
 }
 
-/// The subcommands, in pipeline order.
+/// The subcommands: first what most people need, in the order of use; then the steps of a calibration by hand, in pipeline
+/// order.
 #[derive(Subcommand, Debug)]
 pub enum Command {
+    /// Estimate time, memory and disk of a calibration and of a run
+    Plan(plan::Args),
+    /// Make an artifact from a model and text, without a dump on disk
+    Calibrate(calibrate::Args),
+    /// Show and check the contents of an artifact
+    Inspect(inspect::Args),
+    /// Generate text with exact or sparse attention
+    Run(run::Args),
+    /// Measure the loss of methods against full attention
+    Eval(eval::Args),
+    /// Write an HTML page that shows what each method reads and loses
+    Report(report::Args),
+    /// Measure the speed of single operations and of decode steps
+    Bench(bench::Args),
     /// Run the model over text; write its keys and query moments
     Dump(dump::Args),
     /// Recompute a dump's query moments for another WRoPE position
@@ -254,24 +303,10 @@ pub enum Command {
     Section(SectionCommand),
     /// Combine section files into one artifact
     Pack(pack::Args),
-    /// Show which parts of a sharded calibration are done, running, failed or missing
-    Status(status::Args),
     /// Measure the methods on held-out text; recommend one
     Verdict(verdict::Args),
-    /// Make an artifact from a model and text, without a dump on disk
-    Calibrate(calibrate::Args),
-    /// Estimate time, memory and disk of a calibration and of a run
-    Plan(plan::Args),
-    /// Show and check the contents of an artifact
-    Inspect(inspect::Args),
-    /// Write an HTML page that shows what each method reads and loses
-    Report(report::Args),
-    /// Generate text with exact or sparse attention
-    Run(run::Args),
-    /// Measure the loss of methods against full attention
-    Eval(eval::Args),
-    /// Measure the speed of single operations and of decode steps
-    Bench(bench::Args),
+    /// Show which parts of a sharded calibration are done, running, failed or missing
+    Status(status::Args),
     /// Check every kernel on an NVIDIA GPU, which --device auto then uses
     GpuCheck(gpu_check::Args),
     /// Print a shell completion script

@@ -483,12 +483,12 @@ fn questions_are_prefilled_on_request() {
         .ok()
         .stdout;
     assert!(
-        shown.contains("questions: 1 in 1 lines, prefilled with the prompt"),
+        shown.contains("1 question in 1 line, prefilled with the prompt"),
         "{shown}"
     );
     let shown = run(&format!("--needles {file} {streaming}")).ok().stdout;
     assert!(
-        shown.contains("questions: 1 in 1 lines, decoded token by token"),
+        shown.contains("1 question in 1 line, decoded token by token"),
         "{shown}"
     );
     run(&format!(

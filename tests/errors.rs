@@ -447,7 +447,7 @@ fn fit_options_that_cannot_work() {
     let tokens = scratch.tokens("tokens.json", &documents(&[40], 1));
     let out = scratch.path("out");
     const CASES: &str = "
-        --size 39               | 1 | 38 calibration tokens are too few for a codebook of 39 codewords | use --size 2 or less
+        --size 39               | 1 | a codebook of 39 codewords cannot be fitted to 38 tokens | use a --size of at most 2
         --size 0                | 2 | --size 0       |
         --size 65536            | 2 | --size 65536   |
         --size 2 --holdout 1    | 2 | --holdout 1    |
@@ -464,8 +464,8 @@ fn fit_options_that_cannot_work() {
     let dump = scratch.make("dump", &format!("dump --model {model} --tokens {tokens}"));
     kvsmith(&format!("codebook --dump {dump} -o {out}")).fails(
         1,
-        "too few for a codebook of 4096 codewords",
-        "use --size 2 or less",
+        "a codebook of 4096 codewords cannot be fitted",
+        "use a --size of at most 2",
     );
 }
 

@@ -684,6 +684,119 @@ fn devices_are_in_the_help_of_commands_that_use_them() {
     }
 }
 
+/// Help has the options of every command only where they act, and begins with the commands that most people need.
+#[test]
+fn help_leaves_out_what_does_nothing() {
+    let hidden = [
+        ("--seed", ["inspect", "man", "pack", "report"]),
+        ("--overwrite", ["inspect", "man", "eval", "status"]),
+        ("--threads", ["completions", "man", "status", "status"]),
+    ];
+    for (option, commands) in hidden {
+        for command in commands {
+            let help = kvsmith(&format!("{command} --help")).ok().stdout;
+            assert!(!help.contains(option), "{command} {option}");
+        }
+        let help = kvsmith("calibrate --help").ok().stdout;
+        assert!(help.contains(option), "{option}");
+    }
+    // They are accepted everywhere.
+    kvsmith("man --seed 1 --threads 1 --overwrite").ok();
+    let usage =
+        "Usage: kvsmith calibrate [OPTIONS] --model <MODEL> <--text <FILE>...|--tokens <FILE.json>> --output";
+    let help = kvsmith("calibrate --help").ok().stdout;
+    assert!(help.contains(usage), "{help}");
+    let help = kvsmith("--help").ok().stdout;
+    let at = |command: &str| {
+        help.find(&format!("\n  {command} "))
+            .unwrap_or_else(|| panic!("{command}: {help}"))
+    };
+    let order = [
+        "plan",
+        "calibrate",
+        "inspect",
+        "run",
+        "eval",
+        "report",
+        "dump",
+        "codebook",
+        "pack",
+        "man",
+    ]
+    .map(at);
+    assert!(order.is_sorted(), "{help}");
+}
+
+/// What is perhaps not meant is said: a budget of a few positions, a cache of another type than the losses were measured
+/// with, a page that is called something else.
+#[test]
+fn doubtful_settings_are_named() {
+    let scratch = Scratch::new();
+    let model = checkpoint("llama_default");
+    let tokens = scratch.tokens("tokens.json", &documents(&[300], 1));
+    let art = scratch.make(
+        "art",
+        &format!(
+            "calibrate --model {model} --tokens {tokens} --seq-len 100 --size 4 --holdout 0.4 --verdict-reads 0.97 \
+             --verdict-methods streaming --sections sign"
+        ),
+    );
+    let prompt = scratch.tokens("prompt.json", &documents(&[90], 5));
+    let run = |options: &str| {
+        let run = format!("run --model {model} --artifact {art} --tokens {prompt} --max-new 2 {options}");
+        kvsmith(&run).ok().stderr
+    };
+    let said = run("--method streaming --budget 6");
+    assert!(said.contains("--budget 6 means 6 positions; write 6%"), "{said}");
+    let said = run("--method streaming --budget 6%");
+    assert!(!said.contains("positions; write"), "{said}");
+    let doubt = "measured with a bf16 cache, not with a 2bit one";
+    for (kv, is_said) in [("2bit", true), ("bf16", false), ("f32", false)] {
+        let said = run(&format!("--method selfindex --budget 0.2 --kv {kv}"));
+        assert_eq!(said.contains(doubt), is_said, "{kv}: {said}");
+    }
+    for name in ["page.pdf", "page.json"] {
+        let path = scratch.path(name);
+        kvsmith(&format!("report {art} -o {path}")).fails(2, "a report is an HTML page", ".html");
+        assert!(!Path::new(&path).exists());
+    }
+    for name in ["page.HTM", "page"] {
+        kvsmith(&format!("report {art} -o {}", scratch.path(name))).ok();
+    }
+}
+
+/// A run says what a step takes, and what it takes with full attention; measuring that changes nothing.
+#[test]
+fn a_run_says_what_it_gains() {
+    let scratch = Scratch::new();
+    let model = checkpoint("llama_default");
+    let prompt = scratch.tokens("prompt.json", &documents(&[200], 5));
+    let run = |options: &str| {
+        kvsmith(&format!(
+            "run --model {model} --tokens {prompt} --ignore-eos {options}"
+        ))
+        .ok()
+    };
+    let said = run("--method streaming --budget 0.1 --max-new 24").stderr;
+    // The last token of the reply is not fed.
+    assert!(
+        said.contains("at 223 positions, a step takes ") && said.contains("with full attention "),
+        "{said}"
+    );
+    let json = run("--method streaming --budget 0.1 --max-new 24 --json").json();
+    assert!(json["step_s"].as_f64().unwrap() > 0.0, "{json}");
+    assert!(json["full_step_s"].as_f64().unwrap() > 0.0, "{json}");
+    // Fewer steps say nothing about time, full attention has nothing to be compared with, and 2-bit rows would be copied.
+    for options in [
+        "--method streaming --max-new 8",
+        "--method full --max-new 24",
+        "--method streaming --kv 2bit --max-new 24",
+    ] {
+        let json = run(&format!("{options} --json")).json();
+        assert_eq!(json["full_step_s"], Value::Null, "{options}");
+    }
+}
+
 /// What is printed can be typed: the usage line of `verdict`, and a method as `verdict` recommends it.
 #[test]
 fn printed_commands_can_be_typed() {
@@ -762,7 +875,9 @@ fn a_table_of_questions_has_its_baseline() {
     let eval = |options: &str| kvsmith(&format!("eval --model {model} --needles {needles} {options}"));
     let shown = eval("--methods streaming --window 16 --reads 0.5").ok().stdout;
     assert!(
-        shown.contains("\nfull ") && shown.contains("questions: 3 in 3 lines"),
+        shown.contains("\nfull ")
+            && shown.contains("\n3 questions in 3 lines, ")
+            && shown.contains("\nanswered share of"),
         "{shown}"
     );
     let nothing = eval("--methods streaming --window 16 --reads 0.01");
@@ -781,6 +896,32 @@ fn a_table_of_questions_has_its_baseline() {
         .collect();
     assert_eq!(methods, ["full", "topk", "selfindex", "wpq"]);
     kvsmith(&format!("{calibrate},nothing -o {}", scratch.path("no"))).fails(2, "nothing", "");
+}
+
+/// The table of `eval` explains its columns, and names what it shares with `inspect` as `inspect` does.
+#[test]
+fn a_table_of_losses_explains_itself() {
+    let scratch = Scratch::new();
+    let model = checkpoint("llama_default");
+    let tokens = scratch.tokens("tokens.json", &documents(&[300], 1));
+    let shown = kvsmith(&format!(
+        "eval --model {model} --tokens {tokens} --methods streaming,topk --budgets 0.5 --decode 8"
+    ))
+    .ok()
+    .stdout;
+    let headings: Vec<&str> = shown.lines().filter(|line| line.starts_with("method ")).collect();
+    assert_eq!(headings.len(), 2, "{shown}");
+    let names = [
+        "KL", "recall", "mass", "error", "top-1", "ppl/full", "read", "rows", "dots", "bits",
+    ];
+    for name in names {
+        assert!(headings.iter().any(|line| line.contains(name)), "{name}: {shown}");
+        assert!(shown.contains(&format!("\n{name:<9}")), "{name}: {shown}");
+    }
+    assert!(shown.contains("p50 and p99"), "{shown}");
+    // Shares are percentages in every table.
+    let streaming = shown.lines().find(|line| line.starts_with("streaming")).unwrap();
+    assert_eq!(streaming.matches('%').count(), 4, "{streaming}");
 }
 
 /// `inspect` fits on a screen and ends with what to do; everything else is shown with -v.

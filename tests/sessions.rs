@@ -8,6 +8,8 @@ use kvsmith::kv::packed::Center;
 use kvsmith::method::registry::{METHODS, MethodName};
 use kvsmith::method::sections::SECTIONS;
 use kvsmith::model::Decoder;
+use kvsmith::model::forward::CpuForward;
+use kvsmith::runner::eval::{Done, Evaluation, Variant};
 use kvsmith::runner::{Options, Session};
 
 struct Model {
@@ -99,6 +101,49 @@ fn a_long_prompt_tells_its_progress_within_a_layer() {
     two.prefill(&ids[..2000]).unwrap();
     let last = two.prefill(&ids[2000..]).unwrap();
     assert!(relative_error(&whole, &last) < 1e-4);
+}
+
+/// The work of an evaluation adds up to what it says beforehand, prompts of later turns included.
+#[test]
+fn an_evaluation_tells_its_progress() {
+    for model in Model::all() {
+        let options = Options {
+            sinks: 2,
+            window: 4,
+            budget: Budget::Count(9),
+            kv: KvType::Bf16,
+            packed: Center::Median.into(),
+            granule: 64,
+        };
+        let method = prepared(METHODS[0], Some(&model.artifact), &model.decoder);
+        let variants = [3, 9].map(|count| Variant {
+            method: method.as_ref(),
+            number: 0,
+            budget: Budget::Count(count),
+        });
+        let forward = Box::new(CpuForward::new(&model.decoder).unwrap());
+        let mut evaluation = Evaluation::new(forward, variants.into(), options);
+        for (turns, decode) in [(1, 10), (3, 4)] {
+            let (mut units, mut prompts, mut steps) = (0, 0, 0);
+            let (layers, of_step) = (evaluation.n_layers(), evaluation.tokens_of_step());
+            let all = evaluation.tokens(60, turns, decode) * layers;
+            let mut done = |what| match what {
+                Done::Prompt(tokens) => {
+                    prompts += 1;
+                    units += tokens;
+                }
+                Done::Step => {
+                    steps += 1;
+                    units += of_step * layers;
+                }
+            };
+            evaluation
+                .block(&model.ids[..60], turns, decode, &mut done)
+                .unwrap();
+            assert_eq!((units, steps), (all, turns * decode), "{turns} turns");
+            assert!(prompts >= layers, "{prompts} parts of prompts");
+        }
+    }
 }
 
 #[test]

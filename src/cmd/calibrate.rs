@@ -37,7 +37,10 @@ use crate::work::WorkFolder;
 
 /// Arguments of `calibrate`.
 #[derive(clap::Args, Clone, Debug)]
-#[command(group(clap::ArgGroup::new("source").args(["text", "tokens"]).required(true)))]
+#[command(
+    group(clap::ArgGroup::new("source").args(["text", "tokens"]).required(true)),
+    override_usage = "kvsmith calibrate [OPTIONS] --model <MODEL> <--text <FILE>...|--tokens <FILE.json>> --output <ART.safetensors>"
+)]
 pub struct Args {
     /// Artifact file to write
     #[arg(short, long, value_name = "ART.safetensors", required_unless_present = "plan")]

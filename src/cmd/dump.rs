@@ -19,6 +19,7 @@ use crate::error::Result;
 use crate::flags::{parse_count, parse_float};
 use crate::float::Float;
 use crate::heap;
+use crate::progress::counted;
 
 /// Arguments of `dump`.
 #[derive(clap::Args, Debug)]
@@ -97,10 +98,10 @@ fn dump(args: &Args, global: &Global, shard: Option<(usize, usize, &mut Task)>) 
         let blocks = corpus.shards(count)?.swap_remove(index);
         corpus = corpus.part(blocks.clone());
         log.note(&format!(
-            "shard {index}/{count}: blocks {} to {}, {} tokens",
+            "shard {index}/{count}: blocks {} to {}, {}",
             blocks.start,
             blocks.end - 1,
-            corpus.n_tokens()
+            counted(corpus.n_tokens(), "token")
         ));
         job.shard = Some(Shard { index, count, blocks });
         if dump::is_done(&args.output, &job, device.name())? {

@@ -12,7 +12,7 @@ use crate::cmd::args::Global;
 use crate::error::{Error, Result};
 use crate::method::sections::{SECTIONS, weak_heads};
 use crate::model::folder;
-use crate::progress::{columns, harmless, size, wrapped};
+use crate::progress::{columns, counted, harmless, size, wrapped};
 
 /// Arguments of `inspect`.
 #[derive(clap::Args, Debug)]
@@ -181,8 +181,11 @@ fn summary(artifact: &Artifact, args: &Args, is_brief: bool) -> Result<String> {
     out += &paragraph(
         "calibration",
         &format!(
-            "{} tokens in {} blocks, {} tokens held out, seed {}",
-            text.tokens, text.blocks, text.held_out_tokens, text.seed
+            "{} in {}, {} held out, seed {}",
+            counted(text.tokens, "token"),
+            counted(text.blocks, "block"),
+            counted(text.held_out_tokens, "token"),
+            text.seed
         ),
     );
     let used = Some(text.used()).filter(|used| !used.is_empty());

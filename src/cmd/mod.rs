@@ -45,7 +45,7 @@ use crate::float::Float;
 use crate::model::folder;
 use crate::model::forward::{CpuForward, CpuLayers, Forward, Layers};
 use crate::model::{Decoder, ModelConfig, ModelManifest};
-use crate::progress::{Log, harmless, size};
+use crate::progress::{Log, counted, harmless, size};
 use crate::runner::verdict::Wanted;
 use args::{Global, Input};
 
@@ -144,9 +144,9 @@ fn open_model(dir: &Path, log: Log) -> Result<Decoder> {
     let decoder = Decoder::open(dir)?;
     let c = &decoder.config;
     log.note(&format!(
-        "model: {}, {} layers, {} query and {} KV heads of {} channels, {} of weights",
+        "model: {}, {}, {} query and {} KV heads of {} channels, {} of weights",
         c.model_type,
-        c.n_layers,
+        counted(c.n_layers, "layer"),
         c.n_heads,
         c.n_kv_heads,
         c.head_dim,
@@ -186,10 +186,11 @@ fn load_texts(
     config.check_ids(&corpus.ids)?;
     let held_out = corpus.n_held_out();
     log.note(&format!(
-        "input: {} tokens in {} blocks of at most {} tokens; {held_out} tokens are held out",
-        corpus.n_tokens(),
-        corpus.n_blocks(),
-        corpus.seq_len
+        "input: {} in {} of at most {}; {} held out",
+        counted(corpus.n_tokens(), "token"),
+        counted(corpus.n_blocks(), "block"),
+        counted(corpus.seq_len, "token"),
+        counted(held_out, "token")
     ));
     let manifest = corpus.manifest();
     log.note(&manifest.used());

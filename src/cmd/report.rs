@@ -45,6 +45,7 @@ pub fn run(args: &Args, global: &Global) -> Result<()> {
         .map(PathBuf::as_path)
         .collect();
     let output = output::create(&args.output, &inputs, global)?;
+    check_name(&args.output)?;
     let artifact = open(&args.artifact)?;
     let against = args.against.as_deref().map(open).transpose()?;
     if let Some(other) = &against {
@@ -71,6 +72,21 @@ pub fn run(args: &Args, global: &Global) -> Result<()> {
     });
     let note = format!("wrote {shown}, {}", size(page.len()));
     finish(global, &note, &args.output, &document)
+}
+
+/// Fails if the name of a page says that it is something else.
+fn check_name(path: &Path) -> Result<()> {
+    let Some(ending) = path.extension().and_then(|ending| ending.to_str()) else {
+        return Ok(());
+    };
+    match ["html", "htm"].contains(&ending.to_ascii_lowercase().as_str()) {
+        true => Ok(()),
+        false => Err(Error::usage(format!(
+            "a report is an HTML page, but {} ends in .{ending}",
+            path.display()
+        ))
+        .hint("give a name that ends in .html; a browser prints the page as PDF")),
+    }
 }
 
 /// Opens an artifact and checks every digest and every value of it.

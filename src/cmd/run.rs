@@ -254,6 +254,7 @@ pub fn run(args: &Args, global: &Global) -> Result<()> {
         global,
     )?;
     let options = reading.options(choice.budget, choice.kv, artifact.as_ref(), device.as_ref())?;
+    note_of_doubts(args, artifact.as_ref(), options.kv, log);
     // Opened before the weights are loaded, and dropped after the session that writes to it.
     let create = |path| output::Lines::create(path, &args.inputs(), global);
     let mut lines = args.trace.as_ref().map(|path| create(path)).transpose()?;
@@ -284,6 +285,8 @@ pub fn run(args: &Args, global: &Global) -> Result<()> {
             turns: &mut turns,
             sampler: Sampler::new(args.sampling(), global.seed),
             replies: Vec::new(),
+            steps_s: Vec::new(),
+            full_step_s: None,
         };
         let end = conversation.run();
         conversation.session.finish_trace()?;
@@ -294,6 +297,9 @@ pub fn run(args: &Args, global: &Global) -> Result<()> {
         }
         // The replies so far are reported, however the conversation ended.
         if end.is_ok() || !conversation.replies.is_empty() {
+            if end.is_ok() {
+                conversation.time_in_full()?;
+            }
             conversation.report(device.name())?;
         }
         drop(conversation);
@@ -301,6 +307,29 @@ pub fn run(args: &Args, global: &Global) -> Result<()> {
             Ok(_) => lines.map_or(Ok(()), output::Lines::finish),
             Err(e) => Err(e),
         };
+    }
+}
+
+/// A budget of fewer positions than this is perhaps meant as a percentage.
+const FEW_POSITIONS: usize = 100;
+
+/// Notes settings that are perhaps not what was meant.
+fn note_of_doubts(args: &Args, artifact: Option<&Artifact>, kv: KvType, log: Log) {
+    if let Some(Budget::Count(n)) = args.budget
+        && n < FEW_POSITIONS
+    {
+        log.note(&format!(
+            "--budget {n} means {n} positions; write {n}% for a share of the context"
+        ));
+    }
+    let verdict = artifact.and_then(|artifact| artifact.manifest.quality.methods.as_ref());
+    if let Some(verdict) = verdict.filter(|verdict| kv.float().is_none() && verdict.kv != kv.as_str()) {
+        log.note(&format!(
+            "the losses in the artifact were measured with a {} cache, not with a {} one; `kvsmith eval --kv {}` measures it",
+            verdict.kv,
+            kv.as_str(),
+            kv.as_str()
+        ));
     }
 }
 

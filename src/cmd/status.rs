@@ -14,7 +14,7 @@ use super::args::Global;
 use super::task::State;
 use super::{print, print_json};
 use crate::error::Result;
-use crate::progress::{duration, harmless, size};
+use crate::progress::{counted, duration, harmless, size};
 
 /// Arguments of `status`.
 #[derive(clap::Args, Debug)]
@@ -209,10 +209,10 @@ impl Status {
         let mut out = String::new();
         for dump in &self.dumps {
             out += &format!(
-                "dump           {} is complete: {} layers, {} tokens, {}\n",
+                "dump           {} is complete: {}, {}, {}\n",
                 dump.name,
-                dump.n_layers,
-                dump.tokens,
+                counted(dump.n_layers, "layer"),
+                counted(dump.tokens, "token"),
                 size(dump.bytes as usize)
             );
         }

@@ -1,6 +1,8 @@
 //! Caches and selection on the CPU, for a model on any device.
 
-use ndarray::{Array1, Axis};
+use std::time::{Duration, Instant};
+
+use ndarray::{Array1, ArrayViewMut3, Axis};
 use rayon::prelude::*;
 
 use super::head::{Chooser, Head, Token, prefill_heads};
@@ -10,9 +12,13 @@ use super::trace::Trace;
 use super::{Options, Session};
 use crate::error::{Error, Result};
 use crate::kv::{KvHead, StaticSet};
-use crate::method::{Choice, Method, Reads};
+use crate::method::full::Full;
+use crate::method::{Choice, Method, Reads, Retriever};
 use crate::model::Decoder;
-use crate::model::forward::{CpuForward, Forward};
+use crate::model::forward::{CpuForward, Forward, Rows};
+
+/// A cache that is filled already, and the index of its rows.
+pub type FilledHead = (KvHead, Box<dyn Retriever>);
 
 /// A model on any device, with the caches and indexes of every KV head on the CPU.
 pub struct CpuBackend<'a> {
@@ -45,6 +51,27 @@ impl<'a> CpuBackend<'a> {
         Self {
             heads: (0..c.n_layers).map(layer).collect(),
             counts: vec![Counts::NONE; c.n_layers],
+            forward,
+            options,
+            shares: Shares::default(),
+            logits: Array1::default(0),
+        }
+    }
+
+    /// Makes a backend whose caches and indexes are filled already, by layer and KV head.
+    pub fn filled(forward: Box<dyn Forward + 'a>, options: Options, heads: Vec<Vec<FilledHead>>) -> Self {
+        let head = |(kv, retriever)| Head {
+            kv,
+            chooser: Chooser {
+                retriever,
+                tail: None,
+            },
+        };
+        let heads = heads.into_iter();
+        let heads: Vec<Vec<Head>> = heads.map(|layer| layer.into_iter().map(head).collect()).collect();
+        Self {
+            counts: vec![Counts::NONE; heads.len()],
+            heads,
             forward,
             options,
             shares: Shares::default(),
@@ -87,36 +114,52 @@ impl Backend for CpuBackend<'_> {
         let mut shares = Shares::default();
         let (heads, counts) = (&mut self.heads, &mut self.counts);
         let windows = &self.forward.decoder().config.windows;
-        let logits = self
-            .forward
-            .step(&[id], at.position, &mut |index, rows, mut out| {
-                let heads = &mut heads[index];
-                let r = rows.q_rope.len_of(Axis(0)) / heads.len();
-                let set = StaticSet::at(at.position, windows[index], options.sinks, options.window);
-                let mut out = out.index_axis_mut(Axis(0), 0);
-                let stepped: Vec<(Choice, Reads)> = heads
-                    .par_iter_mut()
-                    .zip(out.axis_chunks_iter_mut(Axis(0), r))
-                    .enumerate()
-                    .map(|(c, (head, out))| {
-                        let token = Token::of(rows, c, r, 0);
-                        head.step(&token, at.step, &set, &options, out)
-                    })
-                    .collect();
-                let chosen = stepped.iter().map(|(choice, _)| choice);
-                shares.add_layer(chosen.clone(), &set, r);
-                for (choice, reads) in &stepped {
-                    counts[index].add(choice, reads, &set, r);
-                }
-                match trace.as_deref_mut() {
-                    Some(trace) => trace.layer(at.step, index, chosen.map(|c| &c.positions)),
-                    None => Ok(()),
-                }
-            })?;
+        let logits = self.forward.step(&[id], at.position, &mut |index, rows, out| {
+            let heads = &mut heads[index];
+            let r = rows.q_rope.len_of(Axis(0)) / heads.len();
+            let set = StaticSet::at(at.position, windows[index], options.sinks, options.window);
+            let stepped = step_layer(heads, rows, at.step, &set, &options, out);
+            let chosen = stepped.iter().map(|(choice, _)| choice);
+            shares.add_layer(chosen.clone(), &set, r);
+            for (choice, reads) in &stepped {
+                counts[index].add(choice, reads, &set, r);
+            }
+            match trace.as_deref_mut() {
+                Some(trace) => trace.layer(at.step, index, chosen.map(|c| &c.positions)),
+                None => Ok(()),
+            }
+        })?;
         self.shares.add_step(&shares, self.heads.len());
         let first = logits.into_iter().next();
         self.logits = first.ok_or_else(|| Error::failed("a decode step gave no logits"))?;
         Ok(())
+    }
+
+    /// The caches are shared with copies, to which the step adds its rows. Copies of 2-bit rows would take as much memory
+    /// again, so there is no such step with them.
+    fn time_in_full(&mut self, id: u32, position: usize) -> Result<Option<Duration>> {
+        if self.options.kv.float().is_none() {
+            return Ok(None);
+        }
+        let in_full = |head: &mut Head| Head {
+            kv: head.kv.fork(),
+            chooser: Chooser {
+                retriever: Box::new(Full),
+                tail: None,
+            },
+        };
+        let layers = self.heads.iter_mut();
+        let mut heads: Vec<Vec<Head>> = layers
+            .map(|heads| heads.iter_mut().map(in_full).collect())
+            .collect();
+        let (options, windows) = (self.options, &self.forward.decoder().config.windows);
+        let start = Instant::now();
+        self.forward.step(&[id], position, &mut |index, rows, out| {
+            let set = StaticSet::at(position, windows[index], options.sinks, options.window);
+            step_layer(&mut heads[index], rows, 0, &set, &options, out);
+            Ok(())
+        })?;
+        Ok(Some(start.elapsed()))
     }
 
     fn logits(&self) -> Result<Array1<f32>> {
@@ -142,4 +185,24 @@ impl Backend for CpuBackend<'_> {
     fn index_bytes(&self) -> usize {
         self.heads().map(|h| h.chooser.retriever.state_bytes()).sum()
     }
+}
+
+/// Runs decode step `step` of a layer's KV heads and writes the attention's output, `[1,h,d]`; returns what each head chose
+/// and read.
+fn step_layer(
+    heads: &mut [Head],
+    rows: &Rows,
+    step: usize,
+    set: &StaticSet,
+    options: &Options,
+    mut out: ArrayViewMut3<f32>,
+) -> Vec<(Choice, Reads)> {
+    let r = rows.q_rope.len_of(Axis(0)) / heads.len();
+    let mut out = out.index_axis_mut(Axis(0), 0);
+    heads
+        .par_iter_mut()
+        .zip(out.axis_chunks_iter_mut(Axis(0), r))
+        .enumerate()
+        .map(|(c, (head, out))| head.step(&Token::of(rows, c, r, 0), step, set, options, out))
+        .collect()
 }

@@ -44,6 +44,15 @@ pub struct Variant<'a> {
     pub budget: Budget,
 }
 
+/// What an evaluation has done.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Done {
+    /// This many tokens of a prompt have passed a layer.
+    Prompt(usize),
+    /// A decode step of every trajectory.
+    Step,
+}
+
 /// The tokens that are fed before an answer.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Asking {
@@ -119,12 +128,18 @@ impl<'a> Evaluation<'a> {
         }
     }
 
-    /// Evaluates a block in `turns` equal turns. The last `decode` tokens of a turn (at least one) are fed one by one,
-    /// and `done` is called after each; the tokens before them are its prompt.
+    /// Evaluates a block in `turns` equal turns. The last `decode` tokens of a turn (at least one) are fed one by one; the
+    /// tokens before them are its prompt. `done` is told of all work, which [`Evaluation::tokens`] counts.
     ///
     /// # Errors
     /// A turn of less than two tokens; activations that are not finite; an interrupt.
-    pub fn block(&mut self, ids: &[u32], turns: usize, decode: usize, done: &mut dyn FnMut()) -> Result<()> {
+    pub fn block(
+        &mut self,
+        ids: &[u32],
+        turns: usize,
+        decode: usize,
+        done: &mut dyn FnMut(Done),
+    ) -> Result<()> {
         self.turns(ids, turns, decode, true, done)
     }
 
@@ -133,7 +148,7 @@ impl<'a> Evaluation<'a> {
     /// # Errors
     /// As [`block`](Self::block).
     pub fn sample(&mut self, ids: &[u32], turns: usize, decode: usize) -> Result<()> {
-        self.turns(ids, turns, decode, false, &mut || {})
+        self.turns(ids, turns, decode, false, &mut |_| {})
     }
 
     fn turns(
@@ -142,7 +157,7 @@ impl<'a> Evaluation<'a> {
         turns: usize,
         decode: usize,
         judged: bool,
-        done: &mut dyn FnMut(),
+        done: &mut dyn FnMut(Done),
     ) -> Result<()> {
         if ids.len() / turns.max(1) < 2 {
             return Err(
@@ -155,7 +170,9 @@ impl<'a> Evaluation<'a> {
         for (turn, range) in turns_of(ids.len(), turns).enumerate() {
             let steps = decoded(range.len(), decode);
             let first = range.end - steps;
-            fed.prompt(self.forward.as_ref(), &ids[range.start..first])?;
+            fed.prompt(self.forward.as_ref(), &ids[range.start..first], &mut |tokens| {
+                done(Done::Prompt(tokens));
+            })?;
             for (place, at) in (first..range.end).enumerate() {
                 interrupt::check()?;
                 let fork = vec![ids[at]; self.variants.len() + 1];
@@ -164,7 +181,7 @@ impl<'a> Evaluation<'a> {
                 for (report, loss) in self.reports.iter_mut().zip(losses(&logits, [turn, place], next)) {
                     report.add_loss(loss);
                 }
-                done();
+                done(Done::Step);
             }
         }
         self.close(&fed);
@@ -179,7 +196,7 @@ impl<'a> Evaluation<'a> {
 
     /// Feeds what comes before an answer: the prompt at once, the question in decode steps. Returns the logits after it.
     fn ask(&mut self, fed: &mut Trajectories, asking: &Asking, turn: usize) -> Result<Vec<Array1<f32>>> {
-        let mut logits = fed.prompt(self.forward.as_ref(), &asking.prompt)?;
+        let mut logits = fed.prompt(self.forward.as_ref(), &asking.prompt, &mut |_| {})?;
         for id in &asking.question {
             interrupt::check()?;
             logits = self.step(fed, &vec![*id; logits.len()], turn)?;
@@ -280,6 +297,23 @@ impl<'a> Evaluation<'a> {
         for (report, score) in self.reports.iter_mut().zip(scores) {
             report.answers.add(asked(score));
         }
+    }
+
+    /// Counts the tokens that pass the model, along all trajectories, while a block of `n` tokens is evaluated.
+    pub fn tokens(&self, n: usize, turns: usize, decode: usize) -> usize {
+        let trajectories = self.variants.len() + 1;
+        let of_turn = |(turn, range): (usize, Range<usize>)| {
+            let steps = decoded(range.len(), decode);
+            // The first prompt is that of all trajectories.
+            let prompts = if turn == 0 { 1 } else { trajectories };
+            prompts * (range.len() - steps) + trajectories * steps
+        };
+        turns_of(n, turns).enumerate().map(of_turn).sum()
+    }
+
+    /// Counts the tokens of [`Evaluation::tokens`] that pass the model in a step.
+    pub fn tokens_of_step(&self) -> usize {
+        self.variants.len() + 1
     }
 
     /// Counts the layers of the model.

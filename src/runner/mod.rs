@@ -12,7 +12,7 @@ use crate::kv::packed::Layout;
 use crate::kv::{Budget, KvType};
 use crate::method::Place;
 use crate::model::ModelConfig;
-pub use cpu::CpuBackend;
+pub use cpu::{CpuBackend, FilledHead};
 pub(crate) use head::attend;
 pub use session::{Backend, Session, StepAt};
 pub(crate) use shares::add_rows;

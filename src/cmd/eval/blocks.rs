@@ -10,8 +10,8 @@ use crate::corpus::{Corpus, CorpusOptions, CorpusSource};
 use crate::error::{Error, Result};
 use crate::interrupt::is_stopped;
 use crate::model::Decoder;
-use crate::progress::Log;
-use crate::runner::eval::{Evaluation, decoded, turns_of};
+use crate::progress::{Log, counted};
+use crate::runner::eval::{Done, Evaluation, decoded, turns_of};
 
 /// Most steps of each turn in which shares of the bytes are sampled.
 const SAMPLED_STEPS: usize = 32;
@@ -83,20 +83,27 @@ impl Blocks {
         let turns = |n: usize| turns_of(n, args.turns).map(|turn| decoded(turn.len(), args.decode));
         let steps: usize = usable.iter().flat_map(|b| turns(b.len())).sum();
         log.note(&format!(
-            "evaluating {} tokens in {} blocks; {steps} of these tokens are decoded one by one",
-            corpus.n_tokens(),
-            usable.len()
+            "evaluating {} in {}; {steps} of these tokens are decoded one by one",
+            counted(corpus.n_tokens(), "token"),
+            counted(usable.len(), "block")
         ));
         let longest = self.longest();
         warn_without_choice(evaluation, longest, log);
-        let progress = log.progress(steps as u64, "steps");
+        let tokens = usable
+            .iter()
+            .map(|b| evaluation.tokens(b.len(), args.turns, args.decode));
+        let (layers, of_step) = (evaluation.n_layers(), evaluation.tokens_of_step());
+        let progress = log.prefill_progress(tokens.sum(), layers);
         let (mut done, mut finished, mut stopped) = (0, 0, false);
         for (i, block) in usable.iter().enumerate() {
             progress.stage(format!("block {} of {}", i + 1, usable.len()));
             let ids = &corpus.ids[block.clone()];
-            let result = evaluation.block(ids, args.turns, args.decode, &mut || {
-                done += 1;
-                progress.advance(1);
+            let result = evaluation.block(ids, args.turns, args.decode, &mut |what| match what {
+                Done::Prompt(tokens) => progress.advance(tokens as u64),
+                Done::Step => {
+                    done += 1;
+                    progress.advance((of_step * layers) as u64);
+                }
             });
             stopped = is_stopped(result, done)?;
             if stopped {

@@ -13,6 +13,7 @@ use crate::artifact::Artifact;
 use crate::error::Result;
 use crate::method::registry::constant_bytes;
 use crate::method::tail;
+use crate::progress::{columns, counted, wrapped};
 use crate::runner::eval::{Answers, Bootstrap, Evaluation, StepMetrics, VariantReport};
 
 /// A metric over some blocks of text, with its name.
@@ -244,18 +245,18 @@ type EvalColumn = (&'static str, usize, fn(&Value) -> String);
 
 /// The columns on text.
 const ON_TEXT: [EvalColumn; 6] = [
-    ("bytes", 7, |row| share(row, "bytes_read_fraction")),
+    ("read", 7, |row| share(row, "bytes_read_fraction")),
     ("KL nats", 8, |row| decimal(row, "kl")),
     ("95 % interval", 16, |row| interval(row, "kl")),
-    ("recall", 7, |row| decimal(row, "recall")),
-    ("mass", 7, |row| decimal(row, "mass")),
-    ("error", 7, |row| decimal(row, "output_error")),
+    ("recall", 7, |row| share(row, "recall")),
+    ("mass", 7, |row| share(row, "mass")),
+    ("error", 7, |row| share(row, "output_error")),
 ];
 
 /// The columns on needles.
 const ON_NEEDLES: [EvalColumn; 3] = [
-    ("bytes", 7, |row| share(row, "bytes_read_fraction")),
-    ("needles", 8, |row| decimal(row, "needle_accuracy")),
+    ("read", 7, |row| share(row, "bytes_read_fraction")),
+    ("answered", 8, |row| share(row, "needle_accuracy")),
     ("95 % interval", 16, |row| interval(row, "needle_accuracy")),
 ];
 
@@ -263,11 +264,11 @@ const ON_NEEDLES: [EvalColumn; 3] = [
 const DETAILS: [EvalColumn; 7] = [
     ("rows", 7, |row| share(row, "kv_read_fraction")),
     ("dots", 7, |row| share(row, "exact_dot_fraction")),
-    ("bits", 7, |row| {
+    ("bits", 6, |row| {
         format!("{:.1}", number(row, "index_bits_per_token"))
     }),
     ("top-1", 7, |row| share(row, "top1_equal")),
-    ("perpl.", 7, |row| decimal(row, "perplexity_ratio")),
+    ("ppl/full", 8, |row| decimal(row, "perplexity_ratio")),
     ("KL p50", 8, |row| decimal(row, "kl_median")),
     ("KL p99", 8, |row| decimal(row, "kl_p99")),
 ];
@@ -275,9 +276,9 @@ const DETAILS: [EvalColumn; 7] = [
 /// A row whose share of the bytes differs from the requested one by more than this fraction of it is marked.
 const OFF: f64 = 0.05;
 
-/// Writes the rows as tables; `counted` is the key of the bytes that --reads counts, and `questions` says how questions
+/// Writes the rows as tables; `reads_key` is the key of the bytes that --reads counts, and `questions` says how questions
 /// were fed and what full attention answered, if some were asked.
-pub fn text(rows: &[Value], questions: Option<(Feeding, &Answers)>, counted: &str) -> String {
+pub fn text(rows: &[Value], questions: Option<(Feeding, &Answers)>, reads_key: &str) -> String {
     let (main, details): (&[EvalColumn], &[EvalColumn]) = match questions {
         Some(_) => (&ON_NEEDLES, &DETAILS[..3]),
         None => (&ON_TEXT, &DETAILS),
@@ -333,10 +334,14 @@ pub fn text(rows: &[Value], questions: Option<(Feeding, &Answers)>, counted: &st
             Feeding::Decode => "decoded token by token",
             Feeding::Prefill => "prefilled with the prompt, by exact attention",
         };
-        out += &format!("questions: {} in {} lines, {fed}\n", full.asked(), full.lines());
+        out += &format!(
+            "{} in {}, {fed}\n",
+            counted(full.asked(), "question"),
+            counted(full.lines(), "line")
+        );
     }
     for row in rows.iter().filter(|row| !row["budget"].is_null()) {
-        let keys = ["reads_target", "reads_sample", counted];
+        let keys = ["reads_target", "reads_sample", reads_key];
         let [Some(target), Some(sample), Some(read)] = keys.map(|key| row[key].as_f64()) else {
             continue;
         };
@@ -361,8 +366,54 @@ pub fn text(rows: &[Value], questions: Option<(Feeding, &Answers)>, counted: &st
     for (i, flags) in flags.iter().enumerate() {
         out += &format!("\n({}) {flags}", i + 1);
     }
-    let is_explained = !files.is_empty() || !flags.is_empty();
-    out + if is_explained { "\n" } else { "" }
+    if !files.is_empty() || !flags.is_empty() {
+        out += "\n";
+    }
+    out + "\n" + &legend(questions.is_some())
+}
+
+/// What the columns mean that every table has.
+const READ: [(&str, &str); 4] = [
+    (
+        "read",
+        "share of the bytes of all visible keys and values that a step reads, index included",
+    ),
+    ("rows", "share of the rows of keys and values that a step reads"),
+    (
+        "dots",
+        "share of the keys that are multiplied with the query only to choose",
+    ),
+    ("bits", "size of the index, per token and KV head"),
+];
+
+/// What the columns on text mean.
+const LOST: [(&str, &str); 6] = [
+    (
+        "KL",
+        "divergence of the next token's probabilities from those of full attention: the mean over the steps; p50 and p99 are its median and 99th percentile",
+    ),
+    (
+        "recall",
+        "share of the positions with the largest scores that the method also chose",
+    ),
+    ("mass", "share of the attention that falls on what is read"),
+    ("error", "relative error of the attention's output"),
+    (
+        "top-1",
+        "share of the steps whose most probable token is that of full attention",
+    ),
+    ("ppl/full", "perplexity of the text over that with full attention"),
+];
+
+/// What the columns on questions mean.
+const ANSWERED: [(&str, &str); 1] = [("answered", "share of the questions that were answered right")];
+
+/// Explains the columns.
+fn legend(questions: bool) -> String {
+    let own = if questions { ANSWERED.as_slice() } else { &LOST };
+    let each = own.iter().chain(&READ);
+    each.map(|(name, text)| wrapped(&format!("{name:<9}{text}"), columns()) + "\n")
+        .collect()
 }
 
 /// Lists the artifacts or flags that the rows name, in the order of the rows.

@@ -183,7 +183,7 @@ fn others(verdict: &Verdict) -> String {
 
 /// Names the method of a row.
 fn named(row: &MethodLoss) -> String {
-    format!("{}{}", row.method, if row.oracle { " (bound)" } else { "" })
+    format!("{}{}", row.method, if row.oracle { " bound" } else { "" })
 }
 
 /// Shows what every method lost at one KV head.

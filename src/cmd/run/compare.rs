@@ -160,6 +160,8 @@ impl Comparison<'_> {
             turns,
             sampler: Sampler::new(args.sampling(), global.seed),
             replies: Vec::new(),
+            steps_s: Vec::new(),
+            full_step_s: None,
         };
         conversation.run()?;
         conversation.note()?;

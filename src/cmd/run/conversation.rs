@@ -13,6 +13,7 @@ use crate::error::{Error, Kind, Result};
 use crate::interrupt;
 use crate::kv::KvType;
 use crate::kv::sample::Sampler;
+use crate::method::registry::FULL;
 use crate::model::tokenizer::TextStream;
 use crate::progress::{counted, size};
 use crate::runner::Session;
@@ -92,7 +93,17 @@ pub(super) struct Conversation<'a, 'd> {
     pub sampler: Sampler,
     /// The replies of the turns so far, one per turn.
     pub replies: Vec<Reply>,
+    /// What each decode step took, in seconds.
+    pub steps_s: Vec<f64>,
+    /// What a step with full attention takes at the end, if that was measured.
+    pub full_step_s: Option<f64>,
 }
+
+/// Decode steps of a reply of which the time is compared with that of full attention, at the least and at the most.
+const COMPARED_STEPS: [usize; 2] = [8, 64];
+
+/// Steps with full attention that are timed; the fastest counts.
+const FULL_STEPS: usize = 2;
 
 impl Conversation<'_, '_> {
     /// Runs turn after turn until there are no more, or a new conversation begins.
@@ -131,6 +142,35 @@ impl Conversation<'_, '_> {
                 return Err(Error::interrupted());
             }
         }
+    }
+
+    /// Returns what a decode step took at the end: the median of the last ones. `None` after few steps.
+    pub fn step_s(&self) -> Option<f64> {
+        let [least, most] = COMPARED_STEPS;
+        let mut last = self.steps_s[self.steps_s.len().saturating_sub(most)..].to_vec();
+        last.sort_by(f64::total_cmp);
+        (last.len() >= least).then(|| last[last.len() / 2])
+    }
+
+    /// Measures what a step with full attention takes, for what the method gains; the session stays as it is.
+    ///
+    /// # Errors
+    /// As [`Session::step`].
+    pub fn time_in_full(&mut self) -> Result<()> {
+        let Some(id) = self.replies.last().and_then(|reply| reply.ids.last().copied()) else {
+            return Ok(());
+        };
+        if self.choice.method == FULL || self.args.chat || self.step_s().is_none() {
+            return Ok(());
+        }
+        for _ in 0..FULL_STEPS {
+            let Some(took) = self.session.time_in_full(id)? else {
+                break;
+            };
+            let took = took.as_secs_f64();
+            self.full_step_s = Some(self.full_step_s.map_or(took, |least| least.min(took)));
+        }
+        Ok(())
     }
 
     /// Feeds a turn and lets the model reply.
@@ -272,7 +312,9 @@ impl Conversation<'_, '_> {
                 stop = Stop::Context;
                 break;
             }
+            let step = Instant::now();
             next = self.session.next(next, &mut self.sampler)?;
+            self.steps_s.push(step.elapsed().as_secs_f64());
         }
         show(&text.push(&stream.finish()?))?;
         let (rest, text) = text.finish();

@@ -10,6 +10,9 @@ use crate::method::registry::FULL;
 use crate::progress::{columns, size, wrapped};
 use crate::runner::Counts;
 
+/// A step with full attention that takes at least this many times as long says that the method gains time.
+const GAIN: f64 = 1.05;
+
 /// What a run's decode steps read, by layer.
 struct Ran<'r, 'a, 'd> {
     conversation: &'r Conversation<'a, 'd>,
@@ -177,9 +180,26 @@ impl<'a, 'd> Conversation<'a, 'd> {
             ),
             format!("{:.1} % of the KV rows read", 100.0 * session.shares()?.read),
         ];
+        facts.extend(self.gain());
         facts.extend(self.ran()?.text());
         log.note(&wrapped(&facts.join("\n  "), columns()));
         Ok(())
+    }
+
+    /// Says what a step takes, and what it takes with full attention.
+    fn gain(&self) -> Option<String> {
+        let (own, full) = (self.step_s()?, self.full_step_s?);
+        let verdict = match full / own {
+            ratio if ratio >= GAIN => format!(": {ratio:.2} times as long"),
+            ratio if ratio > 1.0 / GAIN => ": about as long, so nothing is gained here".to_owned(),
+            _ => ": less, so time is lost here".to_owned(),
+        };
+        Some(format!(
+            "at {} positions, a step takes {:.1} ms, and with full attention {:.1} ms{verdict}",
+            self.session.positions(),
+            1e3 * own,
+            1e3 * full
+        ))
     }
 
     /// Describes the run for a comparison with others.
@@ -226,6 +246,8 @@ impl<'a, 'd> Conversation<'a, 'd> {
             "prefill_s": times.prefill_s,
             "decode_s": times.decode_s,
             "tokens_per_s": times.tokens_per_s,
+            "step_s": self.step_s(),
+            "full_step_s": self.full_step_s,
             "kv_read_fraction": shares.read,
             "exact_dot_fraction": shares.products,
             "bypass_fraction": shares.bypassed,

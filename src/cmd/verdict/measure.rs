@@ -20,7 +20,7 @@ use crate::method::tail::with_tail;
 use crate::method::{CPU_GRANULE, Method};
 use crate::model::Decoder;
 use crate::model::tokenizer::Tokenizer;
-use crate::progress::Log;
+use crate::progress::{Log, counted};
 use crate::runner::Options;
 use crate::runner::eval::{Bootstrap, Layerwise, Passage, Variant, VariantReport};
 use crate::runner::verdict::{
@@ -158,8 +158,8 @@ impl Judging<'_> {
         let outcome = match Probe::is_possible(self.material.text.passages.len()) {
             true => stages.time(PROBE, || measurement.ask())?,
             false => Err(format!(
-                "{LEAST_QUESTIONS} questions need {} blocks of text",
-                LEAST_QUESTIONS.div_ceil(QUESTIONS)
+                "{LEAST_QUESTIONS} questions need {} of text",
+                counted(LEAST_QUESTIONS.div_ceil(QUESTIONS), "block")
             )),
         };
         Ok(measurement.verdict(&names, outcome))

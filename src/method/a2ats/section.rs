@@ -15,7 +15,7 @@ use crate::error::{Error, Result};
 use crate::flags::{parse_count, share_or_zero};
 use crate::method::weak::worst_of;
 use crate::model::Sizes;
-use crate::progress::Log;
+use crate::progress::{Log, counted};
 use crate::stats::kmeans::{Init, KMeansParams, MAX_SIZE};
 use crate::stats::moments::Position;
 use crate::stats::whiten::EPS;
@@ -184,9 +184,15 @@ impl FitParams {
             return Err(Error::usage(message));
         }
         if kept < size {
-            let message = format!("{kept} calibration tokens are too few for a codebook of {size} codewords");
-            let most = (kept / KEYS_PER_CODEWORD).max(1);
-            let hint = format!("give more text, or use --size {most} or less");
+            let message = format!(
+                "a codebook of {} cannot be fitted to {} of calibration text",
+                counted(size, "codeword"),
+                counted(kept, "token")
+            );
+            let hint = match kept / KEYS_PER_CODEWORD {
+                0 => format!("give at least {} of text", counted(KEYS_PER_CODEWORD, "token")),
+                most => format!("give more text, or use a --size of at most {most}"),
+            };
             return Err(Error::failed(message).hint(hint));
         }
         if kept < KEYS_PER_CODEWORD * size {

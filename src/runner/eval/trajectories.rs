@@ -85,12 +85,17 @@ impl Trajectories {
 
     /// Runs a prompt with exact attention along every trajectory. The first prompt is the same for all trajectories; in
     /// a later prompt, each trajectory attends its own cache. Returns the logits after the prompt, `[vocab]` for each
-    /// trajectory, the full trajectory first.
-    pub fn prompt(&mut self, forward: &dyn Forward, ids: &[u32]) -> Result<Vec<Array1<f32>>> {
+    /// trajectory, the full trajectory first; `done` is called with numbers of tokens that have passed a layer.
+    pub fn prompt(
+        &mut self,
+        forward: &dyn Forward,
+        ids: &[u32],
+        done: &mut dyn FnMut(usize),
+    ) -> Result<Vec<Array1<f32>>> {
         let windows = &forward.decoder().config.windows;
         let (heads, leaders) = (&mut self.heads, &self.leaders);
         let mut cache = |layer: usize, rows| prefill_full(&mut heads[layer], rows, windows[layer], leaders);
-        let full = forward.prompt(ids, self.len, &mut cache, &mut |_| {})?;
+        let full = forward.prompt(ids, self.len, &mut cache, done)?;
         let variants = self.heads[0][0].shadows.len().max(self.heads[0][0].own.len());
         let mut logits = vec![full];
         if self.len == 0 {
@@ -104,7 +109,7 @@ impl Trajectories {
                     let own = heads[layer].iter_mut().map(|h| &mut h.own[v]);
                     prefill_heads(own.collect(), rows, windows[layer])
                 };
-                logits.push(forward.prompt(ids, self.len, &mut cache, &mut |_| {})?);
+                logits.push(forward.prompt(ids, self.len, &mut cache, done)?);
             }
         }
         self.len += ids.len();
