@@ -214,7 +214,7 @@ def failures():
         "eval --model model --text data/heldout.txt --methods a2ats", "eval --model model --needles empty.jsonl --methods topk",
         "eval --model model --needles wrong.jsonl --methods topk", "eval --model model --tokens short.json --methods topk --turns 9",
         "bench attend --methods quest", "bench attend --device wgpu", "bench retrieve --ranking plain --methods lfps", "bench kmeans --n 99999999999999",
-        "bench kmeans --points art.st", "bench encode --size 70000", "bench prefill --heads 3 --kv-heads 2", "bench decode --device cpu",
+        "bench kmeans --points art.st", "bench encode --size 70000", "bench prefill --heads 3 --kv-heads 2", "bench decode --device cpu --batch 2",
     ]
     for command in commands:
         # --quick does not make all files that these commands read.

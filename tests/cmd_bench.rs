@@ -1,7 +1,7 @@
 //! `bench`: what the documents of `--json` say, and which flags are refused.
 
-use crate::common::kvsmith;
-use serde_json::Value;
+use crate::common::*;
+use serde_json::{Value, json};
 
 fn number(row: &Value, name: &str) -> f64 {
     row[name].as_f64().unwrap_or_else(|| panic!("{name} of {row}"))
@@ -166,12 +166,76 @@ fn what_cannot_be_timed_is_refused() {
     kvsmith("bench retrieve --device cpu --methods topk --ranking plain").fails(2, "topk", "selfindex");
     kvsmith("bench retrieve --device cuda --methods a2ats --ranking plain").fails(3, "plain", "--device cpu");
     kvsmith("bench retrieve --device wgpu").fails(3, "wgpu", "--device cpu");
-    for device in ["cpu", "wgpu"] {
-        let decode = format!("bench decode --device {device}");
-        kvsmith(&decode).fails(3, "needs an NVIDIA GPU", "kvsmith run");
-    }
+    kvsmith("bench decode --device wgpu").fails(3, "wgpu", "--device cpu");
+    kvsmith("bench decode --device cpu --batch 2").fails(2, "one sequence on the CPU", "--batch");
+    kvsmith("bench decode --device cpu --methods random").fails(2, "random", "wpq");
+    kvsmith("bench decode --device cpu --context 16M").fails(2, "the data needs", "--context");
+    kvsmith(&format!(
+        "bench decode --device cuda --model {}",
+        checkpoint("llama_default")
+    ))
+    .fails(2, "--model", "--config");
     kvsmith("bench decode --methods lfps --device cuda").fails(2, "lfps", "a2ats");
     kvsmith("bench decode --kv 2bit --device cuda").fails(2, "2bit", "--device cpu");
+}
+
+/// On the CPU, a whole model is timed with the steps of `run`: what is read is what `run` reads of as many positions.
+#[test]
+fn whole_models_are_timed_on_the_cpu() {
+    let scratch = Scratch::new();
+    let model = checkpoint("llama_default");
+    let bench =
+        "--device cpu --context 300,500 --methods full,streaming,selfindex,wpq --budget 0.2 --runs 2 --json";
+    let found = rows(&format!("bench decode --model {model} {bench}"));
+    assert_eq!(found.len(), 8);
+    let shapes = ["full", "streaming", "selfindex", "wpq"];
+    for (row, (context, method)) in found
+        .iter()
+        .zip([300, 500].into_iter().flat_map(|n| shapes.map(|m| (n, m))))
+    {
+        assert_eq!(
+            (&row["context"], &row["method"]),
+            (&json!(context), &json!(method))
+        );
+        let [seconds, rate] = ["median_s", "tokens_per_s"].map(|key| number(row, key));
+        assert!((seconds * rate - 1.0).abs() < 1e-9, "{row}");
+        let share = number(row, "bytes_read_fraction");
+        match method {
+            "full" => assert!(
+                (share - 1.0).abs() < 1e-9 && row["speedup_over_full"].is_null(),
+                "{row}"
+            ),
+            _ => assert!(share < 0.8 && number(row, "speedup_over_full") > 0.0, "{row}"),
+        }
+        // A step reads all weights, and this share of the rows: of the largest caches, after the last of 30 steps.
+        let rows = number(row, "bytes") - number(row, "weight_bytes");
+        let most = share * number(row, "kv_bytes");
+        assert!(rows <= most && rows > 0.8 * most, "{rows} {most}");
+    }
+    // The same budget and positions through `run`: the static set and the chosen positions are the same.
+    let prompt = scratch.tokens("prompt.json", &documents(&[300], 5));
+    let run = format!(
+        "run --model {model} --tokens {prompt} --method streaming --budget 0.2 --kv bf16 --max-new 31 --ignore-eos"
+    );
+    let run = kvsmith(&format!("{run} --json")).ok().json();
+    let [own, other] = [&run, &found[1]].map(|row| number(row, "bytes_read_fraction"));
+    assert!((own - other).abs() < 1e-9, "{own} {other}");
+    // A shape with random weights, of a configuration.
+    let config = format!("{model}/config.json");
+    let drawn = rows(&format!("bench decode --config {config} {bench}"));
+    for (drawn, found) in drawn.iter().zip(&found) {
+        for key in ["bytes_read_fraction", "kv_bytes", "context"] {
+            assert_eq!(drawn[key], found[key], "{key}");
+        }
+    }
+    let weights = |row: &Value| number(row, "weight_bytes");
+    // Both are in bf16, and as large.
+    assert!(
+        (weights(&found[0]) - weights(&drawn[0])).abs() < 1e-9,
+        "{} {}",
+        found[0],
+        drawn[0]
+    );
 }
 
 #[test]
@@ -303,6 +367,7 @@ fn absurd_sizes_are_refused() {
         }
         for flag in ["--context", "--batch", "--size"] {
             commands.push(format!("decode --device cuda {flag} {huge}"));
+            commands.push(format!("decode --device cpu {flag} {huge}"));
         }
     }
     commands.push("attend --device cpu --budget 1000000000000000".to_owned());
@@ -314,7 +379,9 @@ fn absurd_sizes_are_refused() {
             .to_owned(),
     );
     commands.push("attend --device cpu --context 1K,16M --batch 1,60000".to_owned());
-    commands.push("decode --device cuda --runs 18446744073709551615".to_owned());
+    for device in ["cpu", "cuda"] {
+        commands.push(format!("decode --device {device} --runs 18446744073709551615"));
+    }
     commands.push("decode --device cuda --context 16M --batch 65535".to_owned());
     for command in commands {
         let outcome = kvsmith(&format!("bench {command}"));

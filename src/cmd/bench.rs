@@ -6,6 +6,7 @@ mod cuda_step;
 mod encode;
 mod kmeans;
 mod layer_step;
+mod model_on_cpu;
 mod model_step;
 mod prefill;
 mod product;
@@ -41,7 +42,7 @@ enum What {
     Retrieve(layer_step::LayerArgs),
     /// Time one layer's choice and attention in a decode step
     Attend(layer_step::LayerArgs),
-    /// Time decode steps of a whole random model, on an NVIDIA GPU
+    /// Time decode steps of a whole model whose cache is full of random rows
     Decode(model_step::ModelArgs),
 }
 

@@ -5,8 +5,12 @@
 
 pub mod cuda;
 
+use super::bench::{Bench, Fill, NewHead, TimedLayer};
 use super::declaration::Declaration;
+use super::params::MethodParams;
 use super::{Alike, Choice, Retriever, Step};
+use crate::error::Result;
+use crate::kv::KvType;
 
 /// The declaration of `streaming`.
 pub static METHOD: Declaration = Declaration {
@@ -14,7 +18,7 @@ pub static METHOD: Declaration = Declaration {
     help: "The most recent positions",
     section: None,
     prepare: |_| Ok(Box::new(Alike(Streaming))),
-    bench: None,
+    bench: Some(&Streaming),
 };
 
 /// The most recent candidates.
@@ -27,5 +31,15 @@ impl Retriever for Streaming {
         let first = c.end.saturating_sub(step.budget).max(c.start);
         let positions: Vec<u32> = (first..c.end).map(|p| p as u32).collect();
         positions.into()
+    }
+}
+
+impl Bench for Streaming {
+    fn reads_rows(&self, _: KvType) -> bool {
+        false
+    }
+
+    fn heads(&self, _: &TimedLayer, _: &MethodParams) -> Result<Box<NewHead>> {
+        Ok(Box::new(|_, _| (Box::new(Streaming), Fill::Nothing)))
     }
 }

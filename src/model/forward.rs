@@ -139,6 +139,34 @@ impl<'a> CpuForward<'a> {
     }
 }
 
+impl<'a> CpuForward<'a> {
+    /// Joins a model with layers that are not those of its checkpoint.
+    pub fn of(decoder: &'a Decoder, layers: Vec<Layer>) -> Self {
+        Self { decoder, layers }
+    }
+
+    /// Returns the bytes of the weights that a decode step reads.
+    pub fn bytes(&self) -> usize {
+        let head = &self.decoder.head.weight;
+        let layers = self.layers.iter().map(Layer::bytes);
+        layers.sum::<usize>() + head.rows() * head.cols() * head.dtype().bytes()
+    }
+}
+
+impl<T: Forward + ?Sized> Forward for &T {
+    fn decoder(&self) -> &Decoder {
+        (**self).decoder()
+    }
+
+    fn prompt(&self, ids: &[u32], first: usize, cache: &mut Cache, done: &mut Done) -> Result<Array1<f32>> {
+        (**self).prompt(ids, first, cache, done)
+    }
+
+    fn step(&self, ids: &[u32], t: usize, attend: &mut Attend) -> Result<Vec<Array1<f32>>> {
+        (**self).step(ids, t, attend)
+    }
+}
+
 impl Forward for CpuForward<'_> {
     fn decoder(&self) -> &Decoder {
         self.decoder

@@ -11,6 +11,7 @@ pub mod fields;
 pub mod folder;
 pub mod forward;
 pub mod manifest;
+pub mod random;
 pub mod rope;
 pub mod sizes;
 pub mod tokenizer;

@@ -1,16 +1,17 @@
-//! `kvsmith bench decode`: decode steps of a whole model with random weights and caches.
+//! `kvsmith bench decode`: decode steps of a whole model with random caches; on a GPU, with random weights.
 
 use std::path::PathBuf;
 
 use clap::builder::{EnumValueParser, PossibleValuesParser};
 use serde_json::json;
 
-use super::cuda_step;
 use super::layer_step::{Caches, SINKS, WINDOW, float, parse_context};
 use super::report::{Results, Times, against_read_loop, measure};
 use super::timed::{listed, methods, warn_of_unused, without};
-use crate::cmd::args::Global;
+use super::{cuda_step, model_on_cpu};
+use crate::cmd::args::{Global, model_folder};
 use crate::cmd::merge;
+use crate::compute::cuda::Cuda;
 use crate::compute::cuda::driver::Driver;
 use crate::cuda::Body;
 use crate::cuda::backend::CudaBackend;
@@ -27,43 +28,46 @@ use crate::model::fields::read_json;
 use crate::progress::size;
 use crate::runner::{Backend, Counts, Options};
 
-/// Steps that are launched before the host waits for the device.
-const STEPS: usize = 10;
+/// Steps of a run; on a GPU, they are launched before the host waits for the device.
+pub(super) const STEPS: usize = 10;
 /// More memory than any GPU has.
 const MOST_BYTES: f64 = 1e14;
 
 #[derive(clap::Args, Debug)]
 pub struct ModelArgs {
-    /// Models whose shapes are timed: llama-3.1-8b, qwen2.5-14b, mistral-7b
+    /// Models whose shapes are timed, with random weights in bf16
     #[arg(
         long,
         value_name = "S,..",
         value_delimiter = ',',
-        default_value = "llama-3.1-8b",
-        value_parser = Trimmed(PossibleValuesParser::new(["llama-3.1-8b", "qwen2.5-14b", "mistral-7b"]))
+        default_value = "llama-3.2-1b",
+        value_parser = Trimmed(PossibleValuesParser::new(SHAPES.map(|(name, _)| name)))
     )]
     shapes: Vec<String>,
-    /// Time the model described by this config.json instead
+    /// Time the model described by this config.json instead, with random weights in bf16
     #[arg(long, value_name = "FILE", conflicts_with = "shapes")]
     config: Option<PathBuf>,
+    /// On the CPU: time the model in this folder instead, with its own weights
+    #[arg(long, value_name = "DIR", conflicts_with_all = ["shapes", "config"], value_parser = model_folder())]
+    pub model: Option<PathBuf>,
     /// Numbers of positions in the cache, up to 16M, such as 8192 or 8K
     #[arg(long, value_name = "N,..", value_delimiter = ',', default_value = "8K,128K", value_parser = parse_context)]
-    context: Vec<usize>,
+    pub context: Vec<usize>,
     #[arg(
         long,
         value_name = "M,..",
         value_delimiter = ',',
-        default_value = "full,a2ats",
+        default_value = "full,selfindex,wpq",
         value_parser = Trimmed(EnumValueParser::<MethodName>::new()),
         hide_possible_values = true,
         help = methods_help()
     )]
-    methods: Vec<MethodName>,
+    pub methods: Vec<MethodName>,
     #[command(flatten)]
-    caches: Caches,
+    pub caches: Caches,
     /// Number of timed runs of ten steps each
     #[arg(long, value_name = "N", default_value_t = 10, value_parser = at_least_one)]
-    runs: usize,
+    pub runs: usize,
 }
 
 fn on_cuda(bench: &dyn Bench) -> bool {
@@ -71,14 +75,45 @@ fn on_cuda(bench: &dyn Bench) -> bool {
 }
 
 fn methods_help() -> String {
-    format!("Methods to time: {}", methods(on_cuda).join(", "))
+    let more = listed(&methods(|bench| !on_cuda(bench)));
+    format!(
+        "Methods to time: {}; on the CPU also {more}",
+        methods(on_cuda).join(", ")
+    )
 }
 
 /// Times every combination; a combination that does not fit into memory is left out with a warning.
 pub fn run(args: &ModelArgs, global: &Global) -> Result<()> {
-    if matches!(global.device, DeviceFlag::Cpu | DeviceFlag::Wgpu) {
-        return Err(Error::device("`bench decode` needs an NVIDIA GPU")
-            .hint("on a machine without one, use `kvsmith bench attend` for one layer, or `kvsmith run`, which prints the tokens per second of a checkpoint"));
+    let gpu = match global.device {
+        DeviceFlag::Wgpu => {
+            return Err(Error::device("`bench` cannot time decode steps on device `wgpu`")
+                .hint("use --device cpu or --device cuda"));
+        }
+        DeviceFlag::Cpu => None,
+        DeviceFlag::Auto if args.model.is_some() => None,
+        DeviceFlag::Auto => global.open_cuda().ok(),
+        DeviceFlag::Cuda => {
+            // What a GPU cannot do is refused before one is opened.
+            settings(args, global)?;
+            Some(global.open_cuda()?)
+        }
+    };
+    match gpu {
+        Some(gpu) => on_gpu(args, &gpu, global),
+        None => model_on_cpu::run(args, global),
+    }
+}
+
+/// Lists every combination for a GPU.
+///
+/// # Errors
+/// What a GPU cannot do; data larger than any GPU.
+fn settings<'a>(args: &'a ModelArgs, global: &Global) -> Result<Vec<ModelSetting<'a>>> {
+    if args.model.is_some() {
+        return Err(
+            Error::usage("`bench decode --model` is available on the CPU only")
+                .hint("use --device cpu, or --config with the model's config.json"),
+        );
     }
     if let Some(name) = without(&args.methods, on_cuda) {
         return Err(
@@ -87,13 +122,16 @@ pub fn run(args: &ModelArgs, global: &Global) -> Result<()> {
         );
     }
     float(args.caches.kv)?;
-    warn_of_unused(&args.methods, false, global);
     // The top bit stays clear, since small numbers are added to the seed.
-    let settings = settings(args, global.seed as u32 & (u32::MAX >> 1))?;
-    for setting in &settings {
-        setting.check()?;
-    }
-    let gpu = global.open_cuda()?;
+    let all = combinations(args, global.seed as u32 & (u32::MAX >> 1))?;
+    all.iter().try_for_each(ModelSetting::check)?;
+    Ok(all)
+}
+
+/// Times every combination on a GPU.
+fn on_gpu(args: &ModelArgs, gpu: &Cuda, global: &Global) -> Result<()> {
+    warn_of_unused(&args.methods, false, global);
+    let settings = settings(args, global)?;
     let driver = gpu.driver();
     let bandwidth = cuda_step::bandwidth(driver, args.runs)?;
     let log = global.log();
@@ -132,7 +170,7 @@ struct ModelSetting<'a> {
 }
 
 /// Lists every combination.
-fn settings(args: &ModelArgs, seed: u32) -> Result<Vec<ModelSetting<'_>>> {
+fn combinations(args: &ModelArgs, seed: u32) -> Result<Vec<ModelSetting<'_>>> {
     let mut out = Vec::new();
     for (name, config) in configs(args)? {
         for &context in &args.context {
@@ -246,25 +284,35 @@ impl ModelSetting<'_> {
     }
 }
 
+/// Models whose shapes can be timed: hidden and intermediate size, layers, query heads, KV heads, channels per head, and
+/// tokens of the vocabulary.
+const SHAPES: [(&str, [usize; 7]); 7] = [
+    ("smollm2-135m", [576, 1536, 30, 9, 3, 64, 49_152]),
+    ("qwen3-0.6b", [1024, 3072, 28, 16, 8, 128, 151_936]),
+    ("llama-3.2-1b", [2048, 8192, 16, 32, 8, 64, 128_256]),
+    ("qwen3-4b", [2560, 9728, 36, 32, 8, 128, 151_936]),
+    ("mistral-7b", [4096, 14_336, 32, 32, 8, 128, 32_768]),
+    ("llama-3.1-8b", [4096, 14_336, 32, 32, 8, 128, 128_256]),
+    ("qwen2.5-14b", [5120, 13_824, 48, 40, 8, 128, 152_064]),
+];
+
 /// Lists the models with their configurations.
-fn configs(args: &ModelArgs) -> Result<Vec<(String, ModelConfig)>> {
+pub(super) fn configs(args: &ModelArgs) -> Result<Vec<(String, ModelConfig)>> {
     if let Some(path) = &args.config {
         let config = ModelConfig::parse(&read_json(path)?).map_err(|e| e.context(path.display()))?;
         return Ok(vec![(path.display().to_string(), config)]);
     }
-    let config = |name: &String| {
-        let [hidden, intermediate, layers, heads, vocab] = match name.as_str() {
-            "qwen2.5-14b" => [5120, 13_824, 48, 40, 152_064],
-            "mistral-7b" => [4096, 14_336, 32, 32, 32_768],
-            _ => [4096, 14_336, 32, 32, 128_256],
-        };
+    let shapes = args.shapes.iter();
+    let shapes = shapes.filter_map(|asked| SHAPES.iter().find(|(name, _)| name == asked));
+    let config = |(name, sizes): &(&str, [usize; 7])| {
+        let [hidden, intermediate, layers, heads, kv_heads, head_dim, vocab] = sizes;
         let config = json!({
             "model_type": "llama", "hidden_size": hidden, "intermediate_size": intermediate,
-            "num_hidden_layers": layers, "num_attention_heads": heads, "num_key_value_heads": 8,
-            "head_dim": 128, "vocab_size": vocab, "rms_norm_eps": 1e-5, "rope_theta": 500_000.0,
+            "num_hidden_layers": layers, "num_attention_heads": heads, "num_key_value_heads": kv_heads,
+            "head_dim": head_dim, "vocab_size": vocab, "rms_norm_eps": 1e-5, "rope_theta": 500_000.0,
             "max_position_embeddings": 131_072, "tie_word_embeddings": true, "hidden_act": "silu",
         });
-        Ok((name.clone(), ModelConfig::parse(&config)?))
+        Ok(((*name).to_owned(), ModelConfig::parse(&config)?))
     };
-    args.shapes.iter().map(config).collect()
+    shapes.map(config).collect()
 }

@@ -8,8 +8,6 @@ use std::collections::BTreeMap;
 use std::path::Path;
 
 use ndarray::{Array2, Array3};
-use rand::{Rng, SeedableRng};
-use rand_chacha::ChaCha8Rng;
 use serde_json::json;
 use sha2::{Digest, Sha256};
 
@@ -23,17 +21,14 @@ use crate::cmd::calibrate::{Settings, time_stages};
 use crate::cmd::load_corpus;
 use crate::compute::attention;
 use crate::compute::cpu::Cpu;
-use crate::compute::linear::Linear;
 use crate::corpus::Corpus;
 use crate::disk::Output;
 use crate::error::{Error, Result};
-use crate::float::Float;
-use crate::model::ModelConfig;
 use crate::model::decoder::Layer;
 use crate::model::rope::Rope;
+use crate::model::{ModelConfig, random};
 use crate::stats::moments::QuerySums;
 use crate::store::{self, Tensor};
-use crate::weight::Weight;
 
 /// Rows of the two blocks whose pass through a layer is timed; without attention, the time of a block is linear in its
 /// rows.
@@ -154,7 +149,10 @@ struct ForwardTime {
 
 impl ForwardTime {
     fn measure(c: &ModelConfig) -> Result<Self> {
-        let layer = random_layer(c)?;
+        let layer = Layer {
+            window: None,
+            ..random::layer(c, 0)?
+        };
         let rope = Rope::new(&c.rope, c.head_dim);
         let states = |heads, seed| random_points(heads, ATTENDED, c.head_dim, seed);
         let (q, k, v) = (
@@ -227,54 +225,6 @@ fn pairs(rows: usize, window: Option<usize>) -> f64 {
     let full = window.unwrap_or(rows).min(rows);
     let (full, rows) = (full as f64, rows as f64);
     full * (full + 1.0) / 2.0 + (rows - full) * full
-}
-
-/// Makes a layer of the model's shape with random weights.
-fn random_layer(c: &ModelConfig) -> Result<Layer> {
-    let (q, kv) = (c.n_heads * c.head_dim, c.n_kv_heads * c.head_dim);
-    let (hidden, inner) = (c.hidden_size, c.intermediate_size);
-    let linear = |rows: usize, cols: usize, has_bias: bool| {
-        Ok::<_, Error>(Linear {
-            weight: Weight::from_values(noise(rows, cols).view(), Float::Bf16)?,
-            bias: has_bias.then(|| vec![0.0; rows]),
-        })
-    };
-    let norm = || c.qk_norm.then(|| vec![1.0; c.head_dim]);
-    Ok(Layer {
-        index: 0,
-        n_heads: c.n_heads,
-        n_kv_heads: c.n_kv_heads,
-        head_dim: c.head_dim,
-        eps: c.rms_norm_eps,
-        window: None,
-        input_norm: vec![1.0; hidden],
-        q: linear(q, hidden, c.qkv_bias)?,
-        k: linear(kv, hidden, c.qkv_bias)?,
-        v: linear(kv, hidden, c.qkv_bias)?,
-        o: linear(hidden, q, c.o_bias)?,
-        q_norm: norm(),
-        k_norm: norm(),
-        mlp_norm: vec![1.0; hidden],
-        gate: linear(inner, hidden, c.mlp_bias)?,
-        up: linear(inner, hidden, c.mlp_bias)?,
-        down: linear(hidden, inner, c.mlp_bias)?,
-    })
-}
-
-/// Makes random weights that keep the scale of what they multiply. All rows read the same numbers, from different
-/// starts.
-fn noise(rows: usize, cols: usize) -> Array2<f32> {
-    let mut rng = ChaCha8Rng::seed_from_u64(rows as u64);
-    let scale = 1.7 / (cols as f32).sqrt();
-    let numbers: Vec<f32> = (0..65_521).map(|_| rng.gen_range(-scale..scale)).collect();
-    let mut out = Array2::zeros((rows, cols));
-    for mut row in out.rows_mut() {
-        let first = rng.gen_range(0..numbers.len());
-        row.iter_mut()
-            .zip(numbers.iter().cycle().skip(first))
-            .for_each(|(x, value)| *x = *value);
-    }
-    out
 }
 
 /// Two calibrations of a small model with one layer, each on two blocks, one of which is held out.
@@ -372,7 +322,7 @@ fn write_model(dir: &Path, c: &ModelConfig, kv_heads: usize, vocabulary: usize) 
     let path = dir.join("config.json");
     std::fs::write(&path, config.to_string()).map_err(|e| Error::io(&path, "write", &e))?;
     let matrix = |name: &str, rows: usize, cols: usize| {
-        let values: Vec<f32> = noise(rows, cols).into_iter().collect();
+        let values: Vec<f32> = random::noise(rows, cols).into_iter().collect();
         Tensor::new(name, &[rows, cols], &values)
     };
     let ones = |name: &str, n: usize| Tensor::new(name, &[n], &vec![1.0f32; n]);

@@ -1,0 +1,209 @@
+//! `kvsmith bench decode` on the CPU: the steps of `kvsmith run`, over caches that are filled with random rows.
+
+use std::collections::BTreeMap;
+use std::time::Instant;
+
+use rayon::prelude::*;
+use serde_json::json;
+
+use super::cpu_head::BenchHead;
+use super::cpu_step;
+use super::layer_step::{LayerSetting, SINKS, WINDOW};
+use super::model_step::{ModelArgs, STEPS, configs};
+use super::report::{Results, Times, against_read_loop, check_memory, free_bytes, measure};
+use super::timed::{listed, methods, warn_of_unused, without};
+use crate::cmd::args::Global;
+use crate::cmd::{merge, open_model};
+use crate::error::{Error, Result};
+use crate::interrupt;
+use crate::kv::KvType;
+use crate::kv::packed::Center;
+use crate::method::bench::{Bench, CodeForm, TimedLayer};
+use crate::method::registry::MethodName;
+use crate::method::{CPU_GRANULE, Ranking};
+use crate::model::forward::CpuForward;
+use crate::model::{Forward as _, ModelConfig, folder, random};
+use crate::runner::{Backend as _, Counts, CpuBackend, FilledHead, Options, StepAt};
+
+/// The token that every step feeds.
+const TOKEN: u32 = 0;
+
+/// Times every combination of model, context and method.
+pub(super) fn run(args: &ModelArgs, global: &Global) -> Result<()> {
+    if args.caches.batch.iter().any(|batch| *batch != 1) {
+        return Err(Error::usage("`bench decode` times one sequence on the CPU")
+            .hint("omit --batch, or use --device cuda"));
+    }
+    if let Some(name) = without(&args.methods, |_| true) {
+        return Err(
+            Error::usage(format!("`bench decode` does not time method `{name}`"))
+                .hint(format!("--methods accepts {}", listed(&methods(|_| true)))),
+        );
+    }
+    warn_of_unused(&args.methods, args.caches.kv == KvType::TwoBit, global);
+    let mut timing = Timing {
+        args,
+        bandwidth: cpu_step::bandwidth(args.runs),
+        results: Results::new(global),
+        full: BTreeMap::new(),
+        seed: global.seed,
+    };
+    global.log().note(&format!(
+        "read bandwidth of a plain loop: {:.1} GB/s",
+        timing.bandwidth
+    ));
+    let outcome = match &args.model {
+        Some(path) => {
+            let decoder = open_model(path, global.log())?;
+            let forward = CpuForward::new(&decoder)?;
+            timing.check(&decoder.config, 0.0)?;
+            timing.all(&folder::name(path), &forward)
+        }
+        None => configs(args)?.into_iter().try_for_each(|(name, config)| {
+            timing.check(&config, random::bytes(&config))?;
+            let decoder = random::decoder(config)?;
+            let layers = (0..decoder.config.n_layers).map(|i| random::layer(&decoder.config, i));
+            let forward = CpuForward::of(&decoder, layers.collect::<Result<_>>()?);
+            timing.all(&name, &forward)
+        }),
+    };
+    timing.results.finish_after(outcome)
+}
+
+/// What all combinations have in common.
+struct Timing<'a> {
+    args: &'a ModelArgs,
+    /// Of a plain read loop, in GB/s.
+    bandwidth: f64,
+    results: Results<'a>,
+    /// Median seconds of a step with full attention, by shape.
+    full: BTreeMap<String, f64>,
+    seed: u64,
+}
+
+impl Timing<'_> {
+    /// Fails if `weights` bytes and the largest caches do not fit into the free memory.
+    fn check(&self, c: &ModelConfig, weights: f64) -> Result<()> {
+        let context = self.args.context.iter().copied().max().unwrap_or_default();
+        // As an f64, in which no product overflows.
+        let positions = context as f64 + STEPS as f64 * (self.args.runs as f64 + 1.0);
+        let rows = positions * (c.n_layers * c.n_kv_heads) as f64;
+        let caches = rows * self.args.caches.kv.bytes_per_position(c.head_dim) as f64;
+        let what = format!("{context} positions and {} runs", self.args.runs);
+        check_memory(
+            &what,
+            weights + caches,
+            free_bytes(),
+            "reduce --context or --runs, or use a smaller model",
+        )
+    }
+
+    /// Times every context and method with one model.
+    fn all(&mut self, name: &str, forward: &CpuForward) -> Result<()> {
+        let args = self.args;
+        for &context in &args.context {
+            for &method in &args.methods {
+                interrupt::check()?;
+                if let Some(bench) = method.bench() {
+                    self.add(name, forward, context, (method, bench))?;
+                }
+            }
+        }
+        Ok(())
+    }
+
+    /// Times the steps of one method and adds the result.
+    fn add(
+        &mut self,
+        name: &str,
+        forward: &CpuForward,
+        context: usize,
+        (method, bench): (MethodName, &'static dyn Bench),
+    ) -> Result<()> {
+        let (args, caches, c) = (self.args, &self.args.caches, &forward.decoder().config);
+        let options = Options {
+            sinks: SINKS,
+            window: WINDOW,
+            budget: caches.budget,
+            kv: caches.kv,
+            packed: Center::Median.into(),
+            granule: CPU_GRANULE,
+        };
+        let layer = TimedLayer {
+            sequences: 1,
+            kv_heads: c.n_kv_heads,
+            head_dim: c.head_dim,
+            context,
+            codewords: caches.size,
+            code: CodeForm::default(),
+            ranking: Ranking::Fast,
+            seed: self.seed,
+        };
+        let group = c.n_heads / c.n_kv_heads;
+        let setting = LayerSetting::attending(caches, layer, group, method, bench);
+        let mut backend = CpuBackend::filled(Box::new(forward), options, filled(&setting, c.n_layers)?);
+        let mut steps = 0;
+        let times = measure(args.runs, || {
+            let start = Instant::now();
+            for _ in 0..STEPS {
+                let at = StepAt {
+                    position: context + steps,
+                    step: steps,
+                };
+                backend.step(TOKEN, at, None)?;
+                steps += 1;
+            }
+            Ok(start.elapsed().as_secs_f64() / STEPS as f64)
+        })?;
+        let times = Times::from(times);
+        let counts: Counts = backend.counts()?.into_iter().sum();
+        let d = c.head_dim;
+        let rows = counts.bytes(caches.kv, d).unwrap_or_default() as f64 / steps as f64;
+        let moved = forward.bytes() as f64 + rows;
+        let rate = 1.0 / times.median;
+        let mut more = json!({
+            "tokens_per_s": rate, "kv_read_fraction": backend.shares(steps)?.read,
+            "bytes_read_fraction": counts.bytes_fraction(caches.kv, d), "granule": backend.granule(),
+            "bytes_moved_fraction": counts.moved_fraction(caches.kv, d),
+            "scratch_bytes_fraction": counts.scratch_fraction(caches.kv, d),
+            "bytes": moved, "weight_bytes": forward.bytes(), "index_bytes": backend.index_bytes(),
+            "kv_bytes": backend.kv_bytes(), "context": context, "method": method.as_str(),
+        });
+        let (rates, said) = against_read_loop(moved, times.median, self.bandwidth);
+        merge(&mut more, &rates);
+        let shape = format!(
+            "{name}, {context} positions, {}, budget {}",
+            caches.kv.as_str(),
+            caches.budget.value()
+        );
+        let [median, min, max] = [times.median, times.min, times.max].map(|seconds| 1e3 * seconds);
+        let mut says = vec![
+            format!("{rate:.1} tokens/s"),
+            format!("median {median:.2} ms per step (min {min:.2}, max {max:.2})"),
+            said,
+        ];
+        if !bench.retrieves() {
+            self.full.insert(shape.clone(), times.median);
+        } else if let Some(full) = self.full.get(&shape) {
+            let speedup = full / times.median;
+            more["speedup_over_full"] = json!(speedup);
+            says.push(format!("{speedup:.2} times as fast as full attention"));
+        }
+        let label = format!("decode {}", method.as_str());
+        self.results.add([&label, &shape, "cpu"], &times, &more, &says)
+    }
+}
+
+/// Makes the caches and indexes of all layers. The heads of one layer are drawn, those of the others are copies at other
+/// addresses.
+fn filled(setting: &LayerSetting, layers: usize) -> Result<Vec<Vec<FilledHead>>> {
+    let new = setting.bench.heads(&setting.layer, &setting.params())?;
+    let heads = (0..setting.layer.kv_heads).into_par_iter();
+    let heads = heads.map(|i| BenchHead::new(setting, &new, i, setting.layer.seed.wrapping_add(i as u64)));
+    let first: Vec<BenchHead> = heads.collect::<Result<_>>()?;
+    let parts = |head: BenchHead| (head.kv, head.retriever);
+    let copies = (1..layers).map(|_| first.iter().map(|head| parts(head.copied())).collect());
+    let mut all: Vec<Vec<_>> = copies.collect();
+    all.push(first.into_iter().map(parts).collect());
+    Ok(all)
+}
