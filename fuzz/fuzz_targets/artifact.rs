@@ -79,6 +79,7 @@ fuzz_target!(|data: &[u8]| {
         budget: Budget::Count(2),
         kv: KvType::F32,
         packed: Center::Median.into(),
+        granule: 64,
     };
     let mut session = Session::on_cpu(&base.decoder, method.as_ref(), options, 16).expect("a session");
     let _ = session

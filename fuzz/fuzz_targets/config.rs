@@ -41,7 +41,7 @@ fuzz_target!(|data: &[u8]| {
         return;
     };
     config.sizes().check().expect("valid sizes");
-    let manifest = ModelManifest::new(&config, "0").expect("a manifest");
+    let manifest = ModelManifest::new("model", &config, "0").expect("a manifest");
     manifest.check().expect("a valid manifest");
     assert_eq!(config.group() * config.n_kv_heads, config.n_heads);
     let table = Rope::new(&config.rope, config.head_dim).table(0..2);

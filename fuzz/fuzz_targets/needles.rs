@@ -3,7 +3,7 @@
 
 use std::sync::LazyLock;
 
-use kvsmith::cmd::eval::needles::Reader;
+use kvsmith::cmd::eval::needles::{Feeding, Reader};
 use kvsmith::model::Decoder;
 use kvsmith::model::tokenizer::Tokenizer;
 use kvsmith_fuzz::{Folder, model, one_thread};
@@ -33,6 +33,7 @@ fuzz_target!(|data: &[u8]| {
         decoder: &base.decoder,
         tokenizer: Some(&base.tokenizer),
         decode_prompt: 16,
+        feeding: Feeding::Decode,
     };
     let _ = reader.read(&path);
 });

@@ -19,7 +19,7 @@ fuzz_target!(|data: &[u8]| {
     let options = CorpusOptions {
         seq_len: None,
         max_tokens: 0,
-        uuid_tokens: 0,
+        uuid_tokens: Some(0),
         holdout: f64::from(how / 8) / 24.0,
         seed: u64::from(how),
     };

@@ -46,6 +46,8 @@ impl SectionKind for Small {
             reads_queries: false,
             reads_values: false,
             cpu_only: true,
+            position_bound: false,
+            on_request: false,
         }
     }
 
