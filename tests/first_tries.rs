@@ -938,7 +938,7 @@ fn an_artifact_is_shown_on_one_screen() {
         kvsmith(&format!("inspect {art}")).ok(),
         kvsmith(&format!("inspect {art} -v")).ok(),
     );
-    assert!(brief.stdout.lines().count() <= 20, "{}", brief.stdout);
+    assert!(brief.stdout.lines().count() <= 15, "{}", brief.stdout);
     assert!(whole.stdout.lines().count() > 30, "{}", whole.stdout);
     for shown in [&brief.stdout, &whole.stdout] {
         assert!(shown.contains("tiny-llama: llama"), "{shown}");

@@ -90,7 +90,7 @@ pub fn run(args: &Args, global: &Global) -> Result<()> {
         }
     }
     if let Some(verdict) = verdict {
-        text += "\n";
+        text += if is_brief { "" } else { "\n" };
         text += &losses::recommendation(verdict);
     }
     if is_brief {
@@ -145,16 +145,17 @@ fn summary(artifact: &Artifact, args: &Args, is_brief: bool) -> Result<String> {
     let (model, text) = (&manifest.origin.model, &manifest.origin.calibration);
     let sizes = model.sizes;
     // The path is the user's, and is not broken into lines.
-    let mut out = format!("{:<INDENT$}{}\n", "artifact", args.artifact.display());
-    out += &paragraph(
-        "",
-        &format!(
-            "{}, made by kvsmith {} on {}",
-            size(artifact.store.file_bytes()),
-            manifest.tool_version,
-            manifest.device,
-        ),
+    let mut out = format!("{:<INDENT$}{}", "artifact", args.artifact.display());
+    let made = format!(
+        "{}, made by kvsmith {} on {}",
+        size(artifact.store.file_bytes()),
+        manifest.tool_version,
+        manifest.device,
     );
+    out += &match out.chars().count() + 2 + made.chars().count() <= columns() {
+        true => format!(", {made}\n"),
+        false => format!("\n{}", paragraph("", &made)),
+    };
     out += &paragraph(
         "model",
         &format!(

@@ -41,33 +41,41 @@ pub fn recommendation(verdict: &Verdict) -> String {
         );
     }
     let mut out = String::new();
-    for loss in losses(verdict) {
+    let losses = losses(verdict);
+    let setting = |loss: f64| verdict.within(loss).map(|(row, of)| flags(row, of));
+    for (i, &loss) in losses.iter().enumerate() {
+        // What serves for a smaller loss is said there alone.
+        let below = losses.get(i + 1).and_then(|below| setting(*below));
+        if below.is_some() && below == setting(loss) {
+            continue;
+        }
         let heading = if out.is_empty() { "recommended" } else { "" };
-        let what = match verdict.within(loss) {
-            Some((row, of)) => flags(row, of),
-            None => "nothing measured; measure larger --verdict-reads".to_owned(),
-        };
-        let is_usual = loss == limit && verdict.within(loss).is_some();
+        let usual = setting(limit);
+        let is_usual = usual.is_some() && setting(loss) == usual;
+        let nothing = || "nothing measured; measure larger --verdict-reads".to_owned();
+        let what = setting(loss).unwrap_or_else(nothing);
         let mark = if is_usual { " *" } else { "" };
         out += &format!("{heading:<12} KL <= {loss:<5} {what}{mark}\n");
     }
     out += &match usual {
-        Some(_) if verdict.within(limit).is_some() => {
-            format!("{:<12} * used by `run` without --method and --budget\n", "")
-        }
-        Some((row, of)) => format!(
+        Some((row, of)) if verdict.within(limit).is_none() => format!(
             "{0:<12} by default, `run` uses the smallest KL, {1}:\n{0:<12} {2}\n",
             "",
             of.kl,
             flags(row, of)
         ),
-        None => String::new(),
+        _ => String::new(),
     };
     if let Some((_, of)) = usual {
+        let mark = if verdict.within(limit).is_some() {
+            "* is "
+        } else {
+            ""
+        };
         out += &paragraph(
             "",
             &format!(
-                "KL in nats; in {:.0} % of the steps, the setting that `run` uses changes the most probable token",
+                "{mark}the setting that `run` uses without --method and --budget: in {:.0} % of the steps, it changes the most probable token (KL in nats)",
                 100.0 * (1.0 - of.top1_equal)
             ),
         );
