@@ -85,7 +85,7 @@ impl Ran<'_, '_, '_> {
         let (rows, choices) = (total.rows, total.choices);
         let mut text = vec![
             format!("{rows} rows and {read} read{share}"),
-            format!("{full} of {choices} choices read everything"),
+            format!("{full} of {choices} choices read everything (a choice: of one step, layer and KV head)"),
         ];
         if !others.is_empty() {
             text.push(format!("full attention in layers {}", others.join(", ")));
