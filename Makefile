@@ -1,5 +1,5 @@
 # make demo   build, calibrate the bundled model, generate with it, time the methods, write a report
-# make test   every test; make check: format, lints and documentation
+# make test   every test; make check: format, lints, documentation, and whether the fuzz targets compile
 # make fuzz   random inputs to everything that is read, FUZZ_SECONDS=60 for each target (docs/fuzzing.md)
 # make real   fetch a real model and texts (150 MB) and check them against transformers (docs/real.md)
 # make sweep       the best options of every method on development text; ONLY=quest,lfps searches for some methods alone
@@ -137,6 +137,8 @@ check: setup
 	$(CARGO) fmt --check --manifest-path fuzz/Cargo.toml
 	$(CARGO) clippy --locked --all-targets -- -D warnings
 	RUSTDOCFLAGS="-D warnings" $(CARGO) doc --locked --no-deps
+	@command -v g++ >/dev/null || echo "note: without g++ the fuzz targets are not compiled" >&2
+	! command -v g++ >/dev/null || $(CARGO) check --locked --manifest-path fuzz/Cargo.toml --target-dir target
 
 fuzz: setup
 	@sh scripts/fuzz.sh target/fuzz

@@ -88,6 +88,13 @@ def require_fitted(manifest, documents):
     return fitted
 
 
+def known_commit(version):
+    """Return a version, or stop the script if it does not tell the commit: nobody could say what was measured."""
+    if "unknown" in version:
+        fail(f"the program does not know its commit: {version}", "build it with `make`, in a git checkout")
+    return version
+
+
 class Lab:
     """Runs commands on what `make real` made, and reuses results of the same command, program and inputs."""
 
@@ -96,6 +103,7 @@ class Lab:
         self.out = self.real / "lab"
         self.out.mkdir(parents=True, exist_ok=True)
         self.program = digest(kvsmith)
+        self.commit()
         # Only what measures needs this package; the tests of these scripts do without.
         from tokenizers import Tokenizer
 
@@ -104,9 +112,9 @@ class Lab:
         self.fits, self.help = {}, {}
 
     def commit(self):
-        """Return what the program says of its version and commit."""
+        """Return what the program says of its version and commit; stop the script if it does not know its commit."""
         printed = subprocess.run([self.kvsmith, "--version"], check=True, capture_output=True, text=True).stdout
-        return ", ".join(printed.splitlines()[:2])
+        return known_commit(", ".join(printed.splitlines()[:2]))
 
     def knows(self, words, command="eval"):
         """Tell whether the help of a command has all of these names of methods and flags."""

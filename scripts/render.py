@@ -55,7 +55,7 @@ READING = """How to read the tables:
 - Rows without a word in parentheses have the defaults of their method, with 1,024 codewords for `a2ats`. *Buckets* is
   `--positions buckets`, *all directions* is `--wpq-directions all`, *mean* is `--wpq-center mean`, *bypass* is the paper's form of
   `lfps` (`--lfps-theta 0.85`) and *no bypass* `--lfps-theta 1`. *Tuned* rows have the options that lost least on development text at
-  this share of the bytes (`make sweep`, [results/sweep.json](results/sweep.json)).
+  this share of the bytes of 8,192 tokens (`make sweep`, [results/sweep.json](results/sweep.json)).
 - Intervals are 95 % intervals from resamples of the blocks or texts, and of the artifacts where a method was measured with
   several; otherwise they hold for one artifact. They speak for the texts that were measured, not for other works. Fewer than 20 blocks
   have none.
@@ -128,7 +128,7 @@ def results_page(found):
             right = percent(document["full_needle_accuracy"])
             of_final = ", final text" if name.startswith("final") else ""
             easy = ", fed with the prompt" if document["protocol"] == "prefill" else ""
-            parts += [f"### {document['length']:,} tokens, {document.get('questions', 400)} questions{easy}{of_final}\n",
+            parts += [f"### {document['length']:,} tokens, {document['questions']} questions{easy}{of_final}\n",
                       f"{PROTOCOLS[document['protocol']]} {calibration(document)} Full attention answers {right}.\n", tables.question_table(document)]
     if document := found["tasks-4096"]:
         of_each = ", ".join(f"{percent(of['accuracy'])} of `{of['task']}`" for of in document["full_by_task"])
@@ -167,7 +167,7 @@ def question_sentence(found):
     for name in ("questions-4096", "questions-8192"):
         if document := found[name]:
             right = {row["method"]: percent(row["needle_accuracy"]) for row in document["rows"] if row.get("needle_accuracy") is not None and row["form"] == ""}
-            said.append(f"Of {document.get('questions', 400)} questions that ask for one of eight facts hidden in {document['length']:,} tokens, full attention answers "
+            said.append(f"Of {document['questions']} questions that ask for one of eight facts hidden in {document['length']:,} tokens, full attention answers "
                         f"{percent(document['full_needle_accuracy'])}. At 10 % of the bytes `wpq` answers {right['wpq']} and `selfindex` {right['selfindex']}.")
     return " ".join(said)
 

@@ -106,6 +106,7 @@ class Results(Lab):
         same run; with `same`, its rows are returned, without other forms of sections, in place of those of the artifact for the work.
         """
         corpus, artifact = self.of(work)
+        names = [corpus.name]
         # By the artifact's name, the flags and the method: the form of a row, its options, and the shares at which it counts.
         wanted = {("", "", method): [("", "", shares)] for method in self.methods}
         artifacts, flags = {}, []
@@ -135,7 +136,8 @@ class Results(Lab):
             wanted.setdefault(key, []).append((form, words, own_shares))
         fitted = {}
         for fit in range(1, fits):
-            of_fit = self.of(work, fit)[1]
+            corpus_of_fit, of_fit = self.of(work, fit)
+            names.append(corpus_of_fit.name)
             path = self.out / f"{of_fit.stem}-fitted.safetensors"
             keep_sections(of_fit, path, FITTED)
             artifacts[path.stem], fitted[path.stem] = path, fit
@@ -147,16 +149,17 @@ class Results(Lab):
                    *(word for words in flags for word in ("--also", words)), *options]
         document = self.eval(name, command, [*inputs, artifact, *artifacts.values()])
         rows = []
-        has_section = {row["method"] for row in document["rows"] if beside and Path(row.get("artifact", artifact)).stem == beside.stem}
-        for row in document["rows"]:
-            stem, own = Path(row.get("artifact", artifact)).stem, row.get("flags", "")
-            if same and (stem != beside.stem if row["method"] in has_section else stem != artifact.stem):
-                continue
+        for row, stem in of_artifact(document["rows"], artifact.stem, beside.stem if beside else None, same):
+            own = row.get("flags", "")
             stem = "" if stem == artifact.stem or stem in fitted or same else stem
             for form, words, at in wanted.get((stem, own, row["method"]), ()):
                 if row["reads_target"] in at:
                     rows.append(kept(row) | {"form": form, "options": words, "fit": fitted.get(Path(row.get("artifact", artifact)).stem, 0)})
-        return {**conditions(document), "rows": over_fits(rows)}
+        # What the rows were fitted to.
+        fits = {name: self.fits[name] for name in ([beside.stem] if same else names)}
+        if work is not None and not same:
+            require_apart(fits, work)
+        return {"calibration": fits, **conditions(document), "rows": over_fits(rows)}
 
     def on_text(self, name, blocks, shares, own=False, beside=None, same=False, fits=1, steps=24):
         """Return the table of a text; `blocks` gives the blocks of each work, each measured with the artifact for that work, or with `own`
@@ -195,7 +198,8 @@ class Results(Lab):
         forms = {"buckets": FORMS["buckets"]}
         source = ["--needles", path], [path]
         document = self.measure(f"{name}-{length}", work, source, length, (0.1,), [f"lfps {BYPASS}"], forms, options=options)
-        return {"length": length, "protocol": "prefill" if options else "decode", "haystack": haystack, **document}
+        asked = sum(np.size(scores) for scores in document["full_scores_by_line"])
+        return {"length": length, "protocol": "prefill" if options else "decode", "haystack": haystack, "questions": asked, **document}
 
     def questions(self, length):
         return self.asked("questions", length, "turns", TEXTS)
@@ -287,6 +291,25 @@ TABLES = {"text": Results.short, "long": Results.long, "same": Results.same, "cl
           "tasks-4096": lambda of: of.tasks(4096), "wpq-bits": Results.wpq_bits, "wpq-center": Results.wpq_center}
 
 
+def of_artifact(rows, own, beside, same):
+    """Return rows of `eval` with the names of their artifacts: with `same`, those of the artifact `beside` and of methods without
+    a section; otherwise all but those of `beside`.
+
+    `own` names the artifact of rows that name none.
+    """
+    named = [(row, Path(row.get("artifact", own)).stem) for row in rows]
+    has_section = {row["method"] for row, stem in named if stem == beside}
+    if not same:
+        return [(row, stem) for row, stem in named if stem != beside]
+    return [(row, stem) for row, stem in named if stem == (beside if row["method"] in has_section else own)]
+
+
+def require_apart(fits, work):
+    """Stop the script if an artifact of text of a work was fitted to that work."""
+    if wrong := [name for name, fit in fits.items() if work in fit["tokens"]]:
+        fail(f"{', '.join(wrong)}: fitted to {work}, which is measured", "report this")
+
+
 def kept(row):
     """Return what a table keeps of a row of `eval`."""
     found = {"method": row["method"], "share": row.get("reads_target"), "budget": row["budget"]}
@@ -339,7 +362,8 @@ def over_works(found):
     first = dict(found[0])
     for key in ("blocks", "steps"):
         first[key] = sum(document[key] for document in found)
-    return first | {"rows": rows}
+    calibration = {name: fit for document in found for name, fit in document["calibration"].items()}
+    return first | {"calibration": calibration, "rows": rows}
 
 
 def mean_of(rows, weights):

@@ -32,6 +32,18 @@ class Fits(unittest.TestCase):
             lab.require_fitted(MANIFEST, DOCUMENTS)
         self.assertIn("no tokens of uuid", str(stopped.exception))
 
+    def test_a_program_without_a_commit_measures_nothing(self):
+        self.assertEqual(lab.known_commit("kvsmith 0.1.0, commit: 1e4242e"), "kvsmith 0.1.0, commit: 1e4242e")
+        with self.assertRaises(SystemExit):
+            lab.known_commit("kvsmith 0.1.0, commit: unknown")
+
+    def test_text_of_a_work_is_measured_with_artifacts_of_others(self):
+        fits = {"for-python": {"tokens": {"handbook": 9, "uuid": 1}}}
+        results.require_apart(fits, "python")
+        with self.assertRaises(SystemExit) as stopped:
+            results.require_apart(fits | {"main": {"tokens": {"handbook": 9, "python": 9}}}, "python")
+        self.assertIn("main", str(stopped.exception))
+
     def test_another_layout_than_that_of_the_artifact_stops_the_script(self):
         with self.assertRaises(SystemExit):
             lab.fitted_tokens(MANIFEST, DOCUMENTS[:2])
@@ -91,11 +103,20 @@ class Merging(unittest.TestCase):
         self.assertAlmostEqual(row["perplexity_ratio"], 2.0)
         self.assertIsNone(row["kl_median"])
 
+    def test_rows_of_two_artifacts_in_one_run(self):
+        rows = [{"method": "topk"}, {"method": "wpq", "artifact": "a/for-python.safetensors"}, {"method": "wpq", "artifact": "a/main.safetensors"},
+                {"method": "wpq", "artifact": "a/for-python-wpq-mean.safetensors"}]
+        of = lambda same: [stem for _, stem in results.of_artifact(rows, "for-python", "main", same)]
+        self.assertEqual(of(False), ["for-python", "for-python", "for-python-wpq-mean"])
+        self.assertEqual(of(True), ["for-python", "main"])
+
     def test_rows_of_several_works(self):
-        few, many = ({"blocks": len(of), "steps": 10, "rows": [self.ROW | {"kl": np.mean(of), "kl_by_block": of}]} for of in ([1.0], [4.0, 4.0]))
+        few, many = ({"blocks": len(of), "steps": 10, "calibration": {f"for-{len(of)}": {}}, "rows": [self.ROW | {"kl": np.mean(of), "kl_by_block": of}]}
+                     for of in ([1.0], [4.0, 4.0]))
         merged = results.over_works([few, many])
         [row] = merged["rows"]
         self.assertEqual((merged["blocks"], merged["steps"], row["kl"], row["kl_by_block"]), (3, 20, 3.0, [1.0, 4.0, 4.0]))
+        self.assertEqual(list(merged["calibration"]), ["for-1", "for-2"])
         many["rows"][0] |= {"budget": None, "least": 0.2}
         [row] = results.over_works([few, many])["rows"]
         self.assertEqual((row["budget"], row["least"]), (None, 0.2))

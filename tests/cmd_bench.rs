@@ -170,6 +170,9 @@ fn what_cannot_be_timed_is_refused() {
     kvsmith("bench decode --device cpu --batch 2").fails(2, "one sequence on the CPU", "--batch");
     kvsmith("bench decode --device cpu --methods random").fails(2, "random", "wpq");
     kvsmith("bench decode --device cpu --context 16M").fails(2, "the data needs", "--context");
+    let absent = kvsmith("bench decode --device cpu --model nope");
+    assert!(!absent.stderr.contains("read bandwidth"), "{}", absent.stderr);
+    absent.fails(1, "nope", "--model");
     kvsmith(&format!(
         "bench decode --device cuda --model {}",
         checkpoint("llama_default")

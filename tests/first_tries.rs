@@ -688,9 +688,9 @@ fn devices_are_in_the_help_of_commands_that_use_them() {
 #[test]
 fn help_leaves_out_what_does_nothing() {
     let hidden = [
-        ("--seed", ["inspect", "man", "pack", "report"]),
-        ("--overwrite", ["inspect", "man", "eval", "status"]),
-        ("--threads", ["completions", "man", "status", "status"]),
+        ("--seed", ["inspect", "man", "pack", "report"].as_slice()),
+        ("--overwrite", &["inspect", "man", "eval", "status"]),
+        ("--threads", &["completions", "man", "status"]),
     ];
     for (option, commands) in hidden {
         for command in commands {
@@ -765,7 +765,7 @@ fn doubtful_settings_are_named() {
     }
 }
 
-/// A run says what a step takes, and what it takes with full attention; measuring that changes nothing.
+/// A run says what a step takes, and what it takes with full attention.
 #[test]
 fn a_run_says_what_it_gains() {
     let scratch = Scratch::new();

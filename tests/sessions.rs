@@ -103,6 +103,48 @@ fn a_long_prompt_tells_its_progress_within_a_layer() {
     assert!(relative_error(&whole, &last) < 1e-4);
 }
 
+/// A step with full attention on the side gives the logits of a session with full attention, and changes nothing: not the
+/// logits after it, and not what is held or counted.
+#[test]
+fn a_look_at_full_attention_changes_nothing() {
+    for model in Model::all() {
+        let (ids, all) = (&model.ids, Budget::Fraction(1.0));
+        for kv in [KvType::F32, KvType::Bf16] {
+            // With every position in the budget, a session's own steps are with full attention.
+            let mut full = model.session(METHODS[0], all, kv, 80);
+            full.prefill(&ids[..60]).unwrap();
+            let expected = full.step(ids[60]).unwrap();
+            for method in METHODS {
+                let mut sessions = [(); 2].map(|()| model.session(*method, Budget::Count(5), kv, 80));
+                for session in &mut sessions {
+                    session.prefill(&ids[..60]).unwrap();
+                }
+                let [plain, looked] = &mut sessions;
+                let first = looked.peek_in_full(ids[60]).unwrap().unwrap();
+                assert_eq!(first, expected, "{}", method.as_str());
+                for id in &ids[60..70] {
+                    assert_eq!(
+                        plain.step(*id).unwrap(),
+                        looked.step(*id).unwrap(),
+                        "{}",
+                        method.as_str()
+                    );
+                    looked.peek_in_full(7).unwrap().unwrap();
+                }
+                for session in [&*plain, looked] {
+                    assert_eq!(session.positions(), 70);
+                }
+                assert_eq!(plain.counts().unwrap(), looked.counts().unwrap());
+                assert_eq!(plain.kv_bytes(), looked.kv_bytes());
+                assert_eq!(plain.index_bytes(), looked.index_bytes());
+            }
+        }
+        let mut packed = model.session(METHODS[0], all, KvType::TwoBit, 80);
+        packed.prefill(&ids[..60]).unwrap();
+        assert!(packed.peek_in_full(ids[60]).unwrap().is_none());
+    }
+}
+
 /// The work of an evaluation adds up to what it says beforehand, prompts of later turns included.
 #[test]
 fn an_evaluation_tells_its_progress() {

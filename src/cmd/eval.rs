@@ -8,6 +8,7 @@ pub mod needles;
 mod plan;
 mod reads;
 mod rows;
+mod table;
 
 use std::path::PathBuf;
 
@@ -175,7 +176,7 @@ fn eval(args: &Args, global: &Global) -> Result<()> {
             _ => "bytes_moved_fraction",
         };
         let questions = asked.map(|feeding| (feeding, &evaluation.full));
-        print(&rows::text(&rows, questions, counted))?;
+        print(&table::text(&rows, questions, counted))?;
     }
     match stopped {
         true => Err(Error::interrupted()),

@@ -107,13 +107,6 @@ impl<'a> Body<'a> {
         })
     }
 
-    /// Returns the bytes of the weights that [`Body::random`] makes. A step reads all of them.
-    pub fn random_bytes(config: &ModelConfig) -> usize {
-        let s = LayerSizes::of(config);
-        let layer = s.hidden * (s.qkv() + s.attended() + 3 * s.intermediate);
-        2 * (config.n_layers * layer + config.vocab_size * s.hidden)
-    }
-
     /// Returns the sizes of the model's layers.
     pub fn sizes(&self) -> LayerSizes {
         LayerSizes::of(&self.config)

@@ -307,6 +307,30 @@ mod tests {
         }
     }
 
+    /// The sample of a list takes every eighth value, at least 64; it may say nothing of the others.
+    #[test]
+    fn largest_of_short_lists() {
+        let noise = |i: usize| ((i * 2_654_435_761) % 65_521) as f64 / 65_521.0;
+        for n in [511, 512, 513, 2_000, 4_096, 8_191] {
+            let list = |of: &dyn Fn(usize) -> f64| (0..n).map(of).collect::<Vec<f64>>();
+            let sampled = |i: usize| f64::from(u8::from(i.is_multiple_of(LEAST_STRIDE)));
+            for values in [
+                list(&noise),
+                list(&|i| noise(i) + sampled(i)),
+                list(&|i| noise(i) - sampled(i)),
+                list(&|i| i as f64),
+                list(&|i| (i % 7) as f64),
+                list(&|_| 0.25),
+            ] {
+                for count in [1, 2, n / 20, n / 8, n / 5, n / 2, n - 1, n] {
+                    assert_eq!(largest(&values, count), ranked(&values, count), "{n} {count}");
+                }
+            }
+            let is_sampled = bounds(&list(&noise), n / 5)[0].is_some();
+            assert_eq!(is_sampled, n >= LEAST_STRIDE * LEAST_SAMPLED, "{n}");
+        }
+    }
+
     #[test]
     fn places_come_back_in_order() {
         let mut places = Places::new(200);

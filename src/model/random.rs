@@ -72,12 +72,14 @@ pub fn layer(c: &ModelConfig, index: usize) -> Result<Layer> {
     })
 }
 
-/// Returns the bytes of the weights that a decode step of [`decoder`] with all its [`layer`]s reads.
+/// Returns the bytes of random weights in bf16, all of which a decode step reads: those of [`decoder`] with all its
+/// [`layer`]s, and those that a GPU draws.
 pub fn bytes(c: &ModelConfig) -> f64 {
+    // As an f64, in which no product overflows.
     let [layers, hidden, inner, vocab] =
         [c.n_layers, c.hidden_size, c.intermediate_size, c.vocab_size].map(|n| n as f64);
-    let heads = ((2 * c.n_heads + 2 * c.n_kv_heads) * c.head_dim) as f64;
-    2.0 * hidden * (layers * (heads + 3.0 * inner) + vocab)
+    let [h, g, d] = [c.n_heads, c.n_kv_heads, c.head_dim].map(|n| n as f64);
+    2.0 * hidden * (layers * (2.0 * (h + g) * d + 3.0 * inner) + vocab)
 }
 
 fn weight(rows: usize, cols: usize) -> Result<Weight> {

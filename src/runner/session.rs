@@ -1,7 +1,6 @@
 //! A session on any device: a prompt, then tokens one by one, then perhaps a later prompt.
 
 use std::io::Write;
-use std::time::Duration;
 
 use ndarray::Array1;
 
@@ -32,12 +31,12 @@ pub trait Backend {
     /// Feeds one token with sparse attention.
     fn step(&mut self, id: u32, at: StepAt, trace: Option<&mut Trace<'_>>) -> Result<()>;
 
-    /// Times a step at `position` that attends everything, and leaves caches and indexes as they are; `None` where that
-    /// cannot be done.
+    /// Returns the logits after a step at `position` that attends everything, `[vocab]`, and leaves caches and indexes as
+    /// they are; `None` where that cannot be done.
     ///
     /// # Errors
     /// As [`Backend::step`].
-    fn time_in_full(&mut self, _id: u32, _position: usize) -> Result<Option<Duration>> {
+    fn peek_in_full(&mut self, _id: u32, _position: usize) -> Result<Option<Array1<f32>>> {
         Ok(None)
     }
 
@@ -135,12 +134,13 @@ impl<'a> Session<'a> {
         Ok(out)
     }
 
-    /// Times a step that attends everything, and leaves the session as it is; `None` if its backend cannot do that.
+    /// Returns the logits that would follow a token if its step attended everything, `[vocab]`, and leaves the session as
+    /// it is; `None` if its backend cannot do that.
     ///
     /// # Errors
     /// As [`Session::step`].
-    pub fn time_in_full(&mut self, id: u32) -> Result<Option<Duration>> {
-        self.backend.time_in_full(id, self.positions)
+    pub fn peek_in_full(&mut self, id: u32) -> Result<Option<Array1<f32>>> {
+        self.backend.peek_in_full(id, self.positions)
     }
 
     /// Writes the choices of the steps to come to `sink`, one JSON line per step, layer and KV head.

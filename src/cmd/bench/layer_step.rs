@@ -18,12 +18,13 @@ use crate::error::{Error, Result};
 use crate::flags::{DeviceFlag, Trimmed, at_least_one, plain};
 use crate::float::Float;
 use crate::interrupt;
-use crate::kv::{Budget, KvHead, KvType, StaticSet};
+use crate::kv::{Budget, KvHead, KvType, StaticSet, packed};
 use crate::method::bench::{Bench, CodeForm, TimedLayer};
 use crate::method::params::MethodParams;
 use crate::method::registry::MethodName;
 use crate::method::wpq::Center;
-use crate::method::{Choice, Ranking, Reads, Step, lfps};
+use crate::method::{CPU_GRANULE, Choice, Ranking, Reads, Step, lfps};
+use crate::runner::Options;
 
 /// Least bytes of all copies of a layer's data, which steps read in turn; the processor's caches hold less.
 pub const ROTATED_BYTES: usize = 256 << 20;
@@ -94,6 +95,20 @@ pub struct Caches {
     /// Codewords per KV head for method a2ats
     #[arg(long, value_name = "M", default_value_t = 4096, value_parser = parse_size)]
     pub size: usize,
+}
+
+impl Caches {
+    /// Returns the options of the steps of a model.
+    pub fn options(&self) -> Options {
+        Options {
+            sinks: SINKS,
+            window: WINDOW,
+            budget: self.budget,
+            kv: self.kv,
+            packed: packed::Center::Median.into(),
+            granule: CPU_GRANULE,
+        }
+    }
 }
 
 /// Returns the element type of cached rows on a GPU; fails for 2-bit rows.

@@ -1,6 +1,7 @@
 //! `kvsmith bench decode` on the CPU: the steps of `kvsmith run`, over caches that are filled with random rows.
 
 use std::collections::BTreeMap;
+use std::path::PathBuf;
 use std::time::Instant;
 
 use rayon::prelude::*;
@@ -8,7 +9,7 @@ use serde_json::json;
 
 use super::cpu_head::BenchHead;
 use super::cpu_step;
-use super::layer_step::{LayerSetting, SINKS, WINDOW};
+use super::layer_step::LayerSetting;
 use super::model_step::{ModelArgs, STEPS, configs};
 use super::report::{Results, Times, against_read_loop, check_memory, free_bytes, measure};
 use super::timed::{listed, methods, warn_of_unused, without};
@@ -17,13 +18,12 @@ use crate::cmd::{merge, open_model};
 use crate::error::{Error, Result};
 use crate::interrupt;
 use crate::kv::KvType;
-use crate::kv::packed::Center;
+use crate::method::Ranking;
 use crate::method::bench::{Bench, CodeForm, TimedLayer};
 use crate::method::registry::MethodName;
-use crate::method::{CPU_GRANULE, Ranking};
 use crate::model::forward::CpuForward;
-use crate::model::{Forward as _, ModelConfig, folder, random};
-use crate::runner::{Backend as _, Counts, CpuBackend, FilledHead, Options, StepAt};
+use crate::model::{Decoder, Forward as _, ModelConfig, folder, random};
+use crate::runner::{Backend as _, Counts, CpuBackend, FilledHead, StepAt};
 
 /// The token that every step feeds.
 const TOKEN: u32 = 0;
@@ -41,6 +41,21 @@ pub(super) fn run(args: &ModelArgs, global: &Global) -> Result<()> {
         );
     }
     warn_of_unused(&args.methods, args.caches.kv == KvType::TwoBit, global);
+    // What cannot be timed is refused before anything is.
+    let open = |path: &PathBuf| -> Result<(String, Decoder)> {
+        Ok((folder::name(path), open_model(path, global.log())?))
+    };
+    let opened = args.model.as_ref().map(open).transpose()?;
+    let drawn = match &opened {
+        Some((_, decoder)) => {
+            check(args, &decoder.config, 0.0)?;
+            Vec::new()
+        }
+        None => configs(args)?,
+    };
+    for (_, config) in &drawn {
+        check(args, config, random::bytes(config))?;
+    }
     let mut timing = Timing {
         args,
         bandwidth: cpu_step::bandwidth(args.runs),
@@ -52,15 +67,9 @@ pub(super) fn run(args: &ModelArgs, global: &Global) -> Result<()> {
         "read bandwidth of a plain loop: {:.1} GB/s",
         timing.bandwidth
     ));
-    let outcome = match &args.model {
-        Some(path) => {
-            let decoder = open_model(path, global.log())?;
-            let forward = CpuForward::new(&decoder)?;
-            timing.check(&decoder.config, 0.0)?;
-            timing.all(&folder::name(path), &forward)
-        }
-        None => configs(args)?.into_iter().try_for_each(|(name, config)| {
-            timing.check(&config, random::bytes(&config))?;
+    let outcome = match &opened {
+        Some((name, decoder)) => timing.all(name, &CpuForward::new(decoder)?),
+        None => drawn.into_iter().try_for_each(|(name, config)| {
             let decoder = random::decoder(config)?;
             let layers = (0..decoder.config.n_layers).map(|i| random::layer(&decoder.config, i));
             let forward = CpuForward::of(&decoder, layers.collect::<Result<_>>()?);
@@ -82,22 +91,6 @@ struct Timing<'a> {
 }
 
 impl Timing<'_> {
-    /// Fails if `weights` bytes and the largest caches do not fit into the free memory.
-    fn check(&self, c: &ModelConfig, weights: f64) -> Result<()> {
-        let context = self.args.context.iter().copied().max().unwrap_or_default();
-        // As an f64, in which no product overflows.
-        let positions = context as f64 + STEPS as f64 * (self.args.runs as f64 + 1.0);
-        let rows = positions * (c.n_layers * c.n_kv_heads) as f64;
-        let caches = rows * self.args.caches.kv.bytes_per_position(c.head_dim) as f64;
-        let what = format!("{context} positions and {} runs", self.args.runs);
-        check_memory(
-            &what,
-            weights + caches,
-            free_bytes(),
-            "reduce --context or --runs, or use a smaller model",
-        )
-    }
-
     /// Times every context and method with one model.
     fn all(&mut self, name: &str, forward: &CpuForward) -> Result<()> {
         let args = self.args;
@@ -121,14 +114,7 @@ impl Timing<'_> {
         (method, bench): (MethodName, &'static dyn Bench),
     ) -> Result<()> {
         let (args, caches, c) = (self.args, &self.args.caches, &forward.decoder().config);
-        let options = Options {
-            sinks: SINKS,
-            window: WINDOW,
-            budget: caches.budget,
-            kv: caches.kv,
-            packed: Center::Median.into(),
-            granule: CPU_GRANULE,
-        };
+        let options = caches.options();
         let layer = TimedLayer {
             sequences: 1,
             kv_heads: c.n_kv_heads,
@@ -192,6 +178,18 @@ impl Timing<'_> {
         let label = format!("decode {}", method.as_str());
         self.results.add([&label, &shape, "cpu"], &times, &more, &says)
     }
+}
+
+/// Fails if `weights` bytes and the largest caches, without indexes, do not fit into the free memory.
+fn check(args: &ModelArgs, c: &ModelConfig, weights: f64) -> Result<()> {
+    let context = args.context.iter().copied().max().unwrap_or_default();
+    let what = format!("{context} positions and {} runs", args.runs);
+    check_memory(
+        &what,
+        weights + args.cache_bytes(c, context),
+        free_bytes(),
+        "reduce --context or --runs, or use a smaller model",
+    )
 }
 
 /// Makes the caches and indexes of all layers. The heads of one layer are drawn, those of the others are copies at other

@@ -5,26 +5,26 @@ use std::path::PathBuf;
 use clap::builder::{EnumValueParser, PossibleValuesParser};
 use serde_json::json;
 
-use super::layer_step::{Caches, SINKS, WINDOW, float, parse_context};
+use super::layer_step::{Caches, float, parse_context};
 use super::report::{Results, Times, against_read_loop, measure};
 use super::timed::{listed, methods, warn_of_unused, without};
 use super::{cuda_step, model_on_cpu};
 use crate::cmd::args::{Global, model_folder};
 use crate::cmd::merge;
-use crate::compute::cuda::Cuda;
+use crate::compute::Workload;
+use crate::compute::cpu::Cpu;
 use crate::compute::cuda::driver::Driver;
+use crate::compute::device::Device;
 use crate::cuda::Body;
 use crate::cuda::backend::CudaBackend;
 use crate::cuda::room;
 use crate::error::{Error, Kind, Result};
 use crate::flags::{DeviceFlag, Trimmed, at_least_one};
 use crate::interrupt;
-use crate::kv::packed::Center;
-use crate::method::CPU_GRANULE;
 use crate::method::bench::{Bench, TimedOnCuda};
 use crate::method::registry::MethodName;
-use crate::model::ModelConfig;
 use crate::model::fields::read_json;
+use crate::model::{ModelConfig, random};
 use crate::progress::size;
 use crate::runner::{Backend, Counts, Options};
 
@@ -70,6 +70,16 @@ pub struct ModelArgs {
     pub runs: usize,
 }
 
+impl ModelArgs {
+    /// Counts the bytes of the caches of a model for one sequence of `context` positions, after all steps; as an f64, in which
+    /// no product overflows.
+    pub(super) fn cache_bytes(&self, c: &ModelConfig, context: usize) -> f64 {
+        let positions = context as f64 + STEPS as f64 * (self.runs as f64 + 1.0);
+        let position = self.caches.kv.bytes_per_position(c.head_dim) as f64;
+        positions * c.n_layers as f64 * c.n_kv_heads as f64 * position
+    }
+}
+
 fn on_cuda(bench: &dyn Bench) -> bool {
     bench.timed_on_cuda() != TimedOnCuda::Nothing
 }
@@ -84,23 +94,24 @@ fn methods_help() -> String {
 
 /// Times every combination; a combination that does not fit into memory is left out with a warning.
 pub fn run(args: &ModelArgs, global: &Global) -> Result<()> {
-    let gpu = match global.device {
+    let settings = match global.device {
         DeviceFlag::Wgpu => {
             return Err(Error::device("`bench` cannot time decode steps on device `wgpu`")
                 .hint("use --device cpu or --device cuda"));
         }
         DeviceFlag::Cpu => None,
-        DeviceFlag::Auto if args.model.is_some() => None,
-        DeviceFlag::Auto => global.open_cuda().ok(),
-        DeviceFlag::Cuda => {
-            // What a GPU cannot do is refused before one is opened.
-            settings(args, global)?;
-            Some(global.open_cuda()?)
-        }
+        // What a GPU cannot do is refused before one is opened, or done on the CPU.
+        DeviceFlag::Auto => settings(args, global).ok(),
+        DeviceFlag::Cuda => Some(settings(args, global)?),
     };
-    match gpu {
-        Some(gpu) => on_gpu(args, &gpu, global),
-        None => model_on_cpu::run(args, global),
+    let device: Box<dyn Device> = match (&settings, global.device) {
+        (None, _) => Box::new(Cpu),
+        (_, DeviceFlag::Cuda) => Box::new(global.open_cuda()?),
+        _ => global.open_device(Workload::Fits)?,
+    };
+    match (settings, device.cuda()) {
+        (Some(settings), Some(driver)) => on_gpu(args, &settings, driver, global),
+        _ => model_on_cpu::run(args, global),
     }
 }
 
@@ -129,10 +140,8 @@ fn settings<'a>(args: &'a ModelArgs, global: &Global) -> Result<Vec<ModelSetting
 }
 
 /// Times every combination on a GPU.
-fn on_gpu(args: &ModelArgs, gpu: &Cuda, global: &Global) -> Result<()> {
+fn on_gpu(args: &ModelArgs, settings: &[ModelSetting], driver: &dyn Driver, global: &Global) -> Result<()> {
     warn_of_unused(&args.methods, false, global);
-    let settings = settings(args, global)?;
-    let driver = gpu.driver();
     let bandwidth = cuda_step::bandwidth(driver, args.runs)?;
     let log = global.log();
     log.note(&format!("read bandwidth of a plain loop: {bandwidth:.1} GB/s"));
@@ -204,14 +213,8 @@ impl ModelSetting<'_> {
 
     /// Fails if the data are larger than the memory of any GPU, so that later sizes cannot overflow.
     fn check(&self) -> Result<()> {
-        let (c, caches) = (&self.config, &self.args.caches);
-        let [layers, hidden, inner, d] =
-            [c.n_layers, c.hidden_size, c.intermediate_size, c.head_dim].map(|n| n as f64);
-        let [h, g, vocab, batch] = [c.n_heads, c.n_kv_heads, c.vocab_size, self.batch].map(|n| n as f64);
-        let weights = 2.0 * hidden * (layers * (2.0 * (h + g) * d + 3.0 * inner) + vocab);
-        let positions = self.context as f64 + STEPS as f64 * (self.args.runs as f64 + 1.0);
-        let position = caches.kv.bytes_per_position(c.head_dim) as f64;
-        let need = weights + batch * positions * layers * g * position;
+        let rows = self.args.cache_bytes(&self.config, self.context);
+        let need = random::bytes(&self.config) + self.batch as f64 * rows;
         if need <= MOST_BYTES {
             return Ok(());
         }
@@ -235,15 +238,8 @@ impl ModelSetting<'_> {
     /// Times the steps and adds the result.
     fn add(&self, driver: &dyn Driver, bandwidth: f64, results: &mut Results<'_>) -> Result<()> {
         let (args, caches) = (self.args, &self.args.caches);
-        let options = Options {
-            sinks: SINKS,
-            window: WINDOW,
-            budget: caches.budget,
-            kv: caches.kv,
-            packed: Center::Median.into(),
-            granule: CPU_GRANULE,
-        };
-        let weights = Body::random_bytes(&self.config);
+        let options = caches.options();
+        let weights = random::bytes(&self.config);
         room::check(
             driver,
             self.context,
@@ -263,7 +259,7 @@ impl ModelSetting<'_> {
         let read = backend.shares(steps)?.read;
         let counts: Counts = backend.counts()?.into_iter().sum();
         let share = counts.bytes_fraction(caches.kv, self.config.head_dim);
-        let moved = weights as f64 + read * (backend.position_bytes() * self.context) as f64;
+        let moved = weights + read * (backend.position_bytes() * self.context) as f64;
         let rate = self.batch as f64 / times.median;
         let mut more = json!({
             "adapter": driver.adapter(), "tokens_per_s": rate, "kv_read_fraction": read,

@@ -152,7 +152,8 @@ impl Conversation<'_, '_> {
         (last.len() >= least).then(|| last[last.len() / 2])
     }
 
-    /// Measures what a step with full attention takes, for what the method gains; the session stays as it is.
+    /// Measures what a step with full attention takes, if that is shown: it tells what the method gains. The session stays
+    /// as it is.
     ///
     /// # Errors
     /// As [`Session::step`].
@@ -160,14 +161,16 @@ impl Conversation<'_, '_> {
         let Some(id) = self.replies.last().and_then(|reply| reply.ids.last().copied()) else {
             return Ok(());
         };
-        if self.choice.method == FULL || self.args.chat || self.step_s().is_none() {
+        let is_shown = self.global.json || !self.global.quiet;
+        if self.choice.method == FULL || self.args.chat || !is_shown || self.step_s().is_none() {
             return Ok(());
         }
         for _ in 0..FULL_STEPS {
-            let Some(took) = self.session.time_in_full(id)? else {
+            let start = Instant::now();
+            if self.session.peek_in_full(id)?.is_none() {
                 break;
-            };
-            let took = took.as_secs_f64();
+            }
+            let took = start.elapsed().as_secs_f64();
             self.full_step_s = Some(self.full_step_s.map_or(took, |least| least.min(took)));
         }
         Ok(())
