@@ -193,10 +193,8 @@ fn the_recommendation_is_that_of_inspect() {
     let text = kvsmith(&format!("inspect {} -v", of.artifact)).ok().stdout;
     let taken = text.lines().skip_while(|line| !line.starts_with("recommended"));
     let taken: Vec<&str> = taken.collect();
-    let last = match taken.iter().find(|line| line.ends_with(" *")) {
-        Some(line) => line,
-        None => taken.iter().rev().find(|line| line.contains("--method")).unwrap(),
-    };
+    let settings = || taken.iter().filter(|line| line.trim_start().contains("--method ") && line.contains(" --budget 0."));
+    let last = settings().find(|line| line.ends_with(" *")).or_else(|| settings().last()).unwrap();
     let method = row["method"].as_str().unwrap();
     assert!(
         last.contains(&format!("--method {method} --budget {},", row["budget"])),
