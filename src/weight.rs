@@ -1,7 +1,8 @@
-//! A weight matrix that stays in its checkpoint's float type, as a view of a memory-mapped file.
+//! A weight matrix that stays in the type that its checkpoint stores, as a view of a memory-mapped file.
 
 use std::fs::File;
-use std::io::Write;
+use std::io::{BufWriter, Write};
+use std::ops::Range;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
@@ -11,16 +12,46 @@ use ndarray::ArrayView2;
 use crate::error::{Error, Result};
 use crate::float::Float;
 use crate::mapped::Mapped;
+use crate::quant::Quant;
 
-/// A float tensor within a memory-mapped checkpoint file.
+/// How a weight's values are stored.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Stored {
+    /// As numbers.
+    Float(Float),
+    /// In blocks of integer codes.
+    Quant(Quant),
+}
+
+impl Stored {
+    /// Returns the bytes of so many values; those of a quantised type fill whole blocks.
+    pub fn bytes(self, values: usize) -> usize {
+        match self {
+            Self::Float(float) => values * float.bytes(),
+            Self::Quant(quant) => quant.bytes(values),
+        }
+    }
+
+    /// Returns the type's name in checkpoints.
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::Float(float) => float.name(),
+            Self::Quant(quant) => quant.name(),
+        }
+    }
+}
+
+/// A tensor within a memory-mapped checkpoint file.
 #[derive(Clone)]
 pub struct Weight {
     pub(crate) file: Arc<Shard>,
     /// First byte of the tensor in its file.
     pub(crate) start: usize,
-    pub(crate) dtype: Float,
+    pub(crate) stored: Stored,
     pub(crate) rows: usize,
     pub(crate) cols: usize,
+    /// The rows of a head, if the file alternates between the rows of a head's first and second half.
+    pub(crate) alternating: Option<usize>,
     pub(crate) name: Arc<str>,
 }
 
@@ -33,16 +64,26 @@ impl Weight {
     /// # Errors
     /// A temporary file that cannot be written.
     pub fn from_values(values: ArrayView2<f32>, dtype: Float) -> Result<Self> {
+        let rows = values.rows().into_iter().map(|row| {
+            let mut bytes = Vec::new();
+            dtype.write(&row.to_vec(), &mut bytes);
+            bytes
+        });
+        Self::in_file(rows, Stored::Float(dtype), values.ncols(), "")
+    }
+
+    /// Writes rows of stored bytes to a temporary file and maps it.
+    fn in_file(rows: impl Iterator<Item = Vec<u8>>, stored: Stored, cols: usize, name: &str) -> Result<Self> {
         let failed = |e: std::io::Error| {
             Error::failed(format!("cannot write a temporary file: {e}")).hint("set TMPDIR to another folder")
         };
-        let mut file = tempfile::tempfile().map_err(failed)?;
-        let mut bytes = Vec::new();
-        for row in values.rows() {
-            bytes.clear();
-            dtype.write(&row.to_vec(), &mut bytes);
+        let mut file = BufWriter::new(tempfile::tempfile().map_err(failed)?);
+        let mut count = 0;
+        for bytes in rows {
             file.write_all(&bytes).map_err(failed)?;
+            count += 1;
         }
+        let file = file.into_inner().map_err(|e| failed(e.into_error()))?;
         let map = Mapped::new(&file, Path::new("a temporary file")).map_err(failed)?;
         Ok(Self {
             file: Arc::new(Shard {
@@ -51,11 +92,36 @@ impl Weight {
                 map,
             }),
             start: 0,
-            dtype,
-            rows: values.nrows(),
-            cols: values.ncols(),
-            name: "".into(),
+            stored,
+            rows: count,
+            cols,
+            alternating: None,
+            name: name.into(),
         })
+    }
+
+    /// Rounds the values to a quantised type, in a temporary file.
+    ///
+    /// # Errors
+    /// Rows that are not whole blocks; a temporary file that cannot be written.
+    pub fn rounded(&self, quant: Quant) -> Result<Self> {
+        let (values, _) = quant.block();
+        if !self.cols.is_multiple_of(values) {
+            return Err(Error::failed(format!(
+                "tensor `{}` has rows of {} values, which are not whole blocks of {}",
+                self.name,
+                self.cols,
+                quant.name()
+            ))
+            .hint("omit --weights"));
+        }
+        self.check_finite()?;
+        let mut wide = vec![0.0; self.cols];
+        let rows = (0..self.rows).map(|row| {
+            self.read(row, 0, &mut wide);
+            quant.round(&wide)
+        });
+        Self::in_file(rows, Stored::Quant(quant), self.cols, &self.name)
     }
 
     /// Counts the rows: the output channels of a projection; 1 for a vector.
@@ -68,9 +134,17 @@ impl Weight {
         self.cols
     }
 
-    /// Returns the stored element type.
-    pub fn dtype(&self) -> Float {
-        self.dtype
+    /// Returns the type in which the values are stored.
+    pub fn stored(&self) -> Stored {
+        self.stored
+    }
+
+    /// Returns the float type in which a device keeps the values: the stored one, or f16 for quantised values.
+    pub fn float(&self) -> Float {
+        match self.stored {
+            Stored::Float(float) => float,
+            Stored::Quant(_) => Float::F16,
+        }
     }
 
     /// Returns the tensor's name in the checkpoint.
@@ -78,24 +152,62 @@ impl Weight {
         &self.name
     }
 
-    /// Returns the stored bytes of rows `first..first + count`.
-    pub fn row_bytes(&self, first: usize, count: usize) -> &[u8] {
-        let row = self.cols * self.dtype.bytes();
-        &self.file.map[self.start + first * row..self.start + (first + count) * row]
+    /// Returns the bytes of the tensor in its file.
+    pub fn bytes(&self) -> usize {
+        self.rows * self.stored.bytes(self.cols)
+    }
+
+    /// Returns the stored bytes of a row.
+    pub fn row_bytes(&self, row: usize) -> &[u8] {
+        let size = self.stored.bytes(self.cols);
+        let first = self.start + stored_row(row, self.alternating) * size;
+        &self.file.map[first..first + size]
+    }
+
+    /// Returns the stored bytes that have the values `columns` of a row.
+    pub fn part(&self, row: usize, columns: Range<usize>) -> &[u8] {
+        let bytes = self.row_bytes(row);
+        match self.stored {
+            Stored::Float(float) => &bytes[columns.start * float.bytes()..columns.end * float.bytes()],
+            Stored::Quant(quant) => {
+                let (values, size) = quant.block();
+                &bytes[columns.start / values * size..columns.end.div_ceil(values) * size]
+            }
+        }
+    }
+
+    /// Widens the values of a row from column `first` on to f32; of quantised rows, `first` and the values are whole chunks of
+    /// 32.
+    pub fn read(&self, row: usize, first: usize, out: &mut [f32]) {
+        match self.stored {
+            Stored::Float(float) => float.read(self.part(row, first..first + out.len()), out),
+            Stored::Quant(quant) => read_quantised(quant, self.row_bytes(row), first, out),
+        }
     }
 
     /// Returns all values, row-major, as f32.
     pub fn to_vec(&self) -> Vec<f32> {
         let mut out = vec![0.0; self.rows * self.cols];
-        self.dtype.read(self.row_bytes(0, self.rows), &mut out);
+        for (row, out) in out.chunks_exact_mut(self.cols.max(1)).enumerate() {
+            self.read(row, 0, out);
+        }
         out
+    }
+
+    /// Appends all values, row-major, as little-endian numbers of a float type.
+    pub fn append(&self, kind: Float, out: &mut Vec<u8>) {
+        if self.stored == Stored::Float(kind) {
+            (0..self.rows).for_each(|row| out.extend_from_slice(self.row_bytes(row)));
+        } else {
+            kind.write(&self.to_vec(), out);
+        }
     }
 
     /// Fails at the first NaN or infinite element.
     pub fn check_finite(&self) -> Result<()> {
         let mut row = vec![0.0; self.cols];
         for r in 0..self.rows {
-            self.dtype.read(self.row_bytes(r, 1), &mut row);
+            self.read(r, 0, &mut row);
             if let Some(c) = row.iter().position(|v| !v.is_finite()) {
                 return Err(Error::failed(format!(
                     "tensor `{}` contains a NaN or infinite value (element {})",
@@ -113,13 +225,12 @@ impl Weight {
     /// A later access reads them from the file again.
     pub fn release(weights: &[&Self]) {
         for w in weights {
-            let len = w.rows * w.cols * w.dtype.bytes();
             // SAFETY: the mapping is read-only and file-backed: dropped pages come back with the same
             // contents on the next access.
             let advised = unsafe {
                 w.file
                     .map
-                    .unchecked_advise_range(UncheckedAdvice::DontNeed, w.start, len)
+                    .unchecked_advise_range(UncheckedAdvice::DontNeed, w.start, w.bytes())
             };
             // Advice that the system ignores costs memory, never correctness.
             let _ = advised;
@@ -128,8 +239,35 @@ impl Weight {
 
     /// Tells the system that rows are read in random order, so that it does not read ahead.
     pub fn scattered(&self) {
-        let len = self.rows * self.cols * self.dtype.bytes();
-        let _ = self.file.map.advise_range(Advice::Random, self.start, len);
+        let _ = self
+            .file
+            .map
+            .advise_range(Advice::Random, self.start, self.bytes());
+    }
+}
+
+/// Returns where a file has a row, if it alternates between the rows of the two halves of each head, of `rows` rows.
+pub(crate) fn stored_row(row: usize, alternating: Option<usize>) -> usize {
+    let Some(rows) = alternating else {
+        return row;
+    };
+    let (head, row) = (row / rows, row % rows);
+    let (half, row) = (row / (rows / 2), row % (rows / 2));
+    head * rows + 2 * row + half
+}
+
+#[multiversion::multiversion(targets("x86_64+avx512f+avx512bw", "x86_64+avx2"))]
+fn read_quantised(quant: Quant, row: &[u8], first: usize, out: &mut [f32]) {
+    // Each type has its own loop.
+    match quant {
+        Quant::Q4_0 => Quant::Q4_0.read(row, first, out),
+        Quant::Q4_1 => Quant::Q4_1.read(row, first, out),
+        Quant::Q5_0 => Quant::Q5_0.read(row, first, out),
+        Quant::Q5_1 => Quant::Q5_1.read(row, first, out),
+        Quant::Q8_0 => Quant::Q8_0.read(row, first, out),
+        Quant::Q4K => Quant::Q4K.read(row, first, out),
+        Quant::Q5K => Quant::Q5K.read(row, first, out),
+        Quant::Q6K => Quant::Q6K.read(row, first, out),
     }
 }
 

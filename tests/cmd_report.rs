@@ -193,8 +193,15 @@ fn the_recommendation_is_that_of_inspect() {
     let text = kvsmith(&format!("inspect {} -v", of.artifact)).ok().stdout;
     let taken = text.lines().skip_while(|line| !line.starts_with("recommended"));
     let taken: Vec<&str> = taken.collect();
-    let settings = || taken.iter().filter(|line| line.trim_start().contains("--method ") && line.contains(" --budget 0."));
-    let last = settings().find(|line| line.ends_with(" *")).or_else(|| settings().last()).unwrap();
+    let settings = || {
+        taken
+            .iter()
+            .filter(|line| line.trim_start().contains("--method ") && line.contains(" --budget 0."))
+    };
+    let last = settings()
+        .find(|line| line.ends_with(" *"))
+        .or_else(|| settings().next_back())
+        .unwrap();
     let method = row["method"].as_str().unwrap();
     assert!(
         last.contains(&format!("--method {method} --budget {},", row["budget"])),

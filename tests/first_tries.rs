@@ -145,8 +145,13 @@ fn other_formats_are_named() {
         }
         scratch.path(name)
     };
-    run(&scratch.write("model-q4.gguf", "GGUF....")).fails(1, "is a GGUF file", "Hugging Face folder");
-    run(&scratch.write("renamed", "GGUF....")).fails(1, "is a GGUF file", "Hugging Face folder");
+    for name in ["model-q4.gguf", "renamed"] {
+        run(&scratch.write(name, "GGUF")).fails(
+            1,
+            "the file ends before its header does",
+            "download it again",
+        );
+    }
     run(&scratch.write("weights.pth", "PK\x03\x04..")).fails(1, "is a PyTorch file", "safetensors");
     run(&scratch.write("model.safetensors", "..")).fails(
         1,
@@ -155,8 +160,8 @@ fn other_formats_are_named() {
     );
     run(&folder("gguf", &["a-q4.gguf", "README.md"])).fails(
         1,
-        "contains weights in GGUF",
-        "Hugging Face folder",
+        "is no GGUF file, although its name says so",
+        "download it again",
     );
     run(&folder(
         "adapter",
@@ -206,7 +211,7 @@ fn other_formats_are_named() {
         &format!("{model}/config.json"),
         &json!({ "quantization_config": null }),
     );
-    run(&model).fails(1, "but it contains weights in GGUF", "Hugging Face folder");
+    run(&model).fails(1, "but it contains weights in GGUF", "the GGUF file itself");
 }
 
 #[test]

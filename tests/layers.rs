@@ -19,6 +19,7 @@ const FLOORS: [&[&str]; 12] = [
         "sandbox",
         "flags",
         "float",
+        "quant",
         "weight",
     ],
     &["disk", "store"],

@@ -58,6 +58,12 @@ fn model() -> PathBuf {
     PathBuf::from(folder).join("model")
 }
 
+/// The GGUF file from which the folder's weights were dequantised and rounded to bf16.
+fn gguf() -> PathBuf {
+    let folder = model().with_file_name("gguf");
+    folder.join("SmolLM2-135M-Instruct.Q4_1.gguf")
+}
+
 /// The SHA-256 of a file.
 fn digest(path: &Path) -> String {
     hex(&Sha256::digest(std::fs::read(path).unwrap()))
@@ -102,15 +108,41 @@ fn logits_and_greedy_tokens_are_those_of_transformers() {
 /// Largest error of a logit, as a share of the largest logit. Both sides compute in f32 in different orders.
 const TOLERANCE: f32 = 1e-4;
 
+/// The GGUF file has the weights before they were rounded to bf16, and steps round their inputs to 8 bits.
+#[test]
+#[ignore = "needs a real model; `make real` makes it and runs this test"]
+fn the_gguf_file_is_the_same_model() {
+    let decoder = Decoder::open(&gguf()).unwrap();
+    for prompt in fixture().prompts {
+        let full = prepared(method("full"), None, &decoder);
+        let mut session = Session::on_cpu(&decoder, full.as_ref(), options("1.0", KvType::F32), 64).unwrap();
+        let (tokens, logits) = generate(&mut session, &prompt.ids, prompt.greedy.len());
+        let largest = prompt.logits.values().fold(0.0f32, |m, x| m.max(x.abs()));
+        let off = prompt
+            .logits
+            .iter()
+            .map(|(id, expected)| (logits[0][*id] - expected).abs());
+        let off = off.fold(0.0, f32::max) / largest;
+        println!(
+            "{} tokens: logits off by {off:.1e} of the largest",
+            prompt.ids.len()
+        );
+        assert!(off < 0.01, "logits off by {off} of the largest");
+        assert_eq!(tokens, prompt.greedy);
+    }
+}
+
 #[test]
 #[ignore = "needs a real model; `make real` makes it and runs this test"]
 fn token_ids_are_those_of_transformers() {
-    let tokenizer = tokenizer();
     let fixture = fixture();
-    let prompts = fixture.prompts.iter().map(|prompt| (&prompt.text, &prompt.ids));
-    let texts = fixture.encodings.iter().map(|row| (&row.text, &row.ids));
-    for (text, ids) in texts.chain(prompts) {
-        assert_eq!(&tokenizer.encode(text).unwrap(), ids, "{text:?}");
+    let of_file = Tokenizer::open(&gguf(), &ModelConfig::load(&gguf()).unwrap()).unwrap();
+    for tokenizer in [tokenizer(), of_file] {
+        let prompts = fixture.prompts.iter().map(|prompt| (&prompt.text, &prompt.ids));
+        let texts = fixture.encodings.iter().map(|row| (&row.text, &row.ids));
+        for (text, ids) in texts.chain(prompts) {
+            assert_eq!(&tokenizer.encode(text).unwrap(), ids, "{text:?}");
+        }
     }
 }
 

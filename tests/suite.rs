@@ -30,6 +30,7 @@ mod docs;
 mod errors;
 mod first_tries;
 mod format;
+mod gguf;
 mod golden;
 mod hostile;
 mod json;

@@ -63,7 +63,8 @@ pub struct Args {
 #[derive(clap::Args, Clone, Debug)]
 #[group(skip)]
 pub struct Settings {
-    /// Folder of a Hugging Face checkpoint, or the id of a model in the Hugging Face cache, such as Qwen/Qwen3-0.6B
+    /// Folder of a Hugging Face checkpoint, a GGUF file, or the id of a model in the Hugging Face cache, such as
+    /// Qwen/Qwen3-0.6B
     #[arg(long, value_name = "DIR", value_parser = model_folder())]
     pub model: PathBuf,
     /// For a2ats: fixed distance, in tokens, between query and key at which keys are scored (default: 2048, or half of the

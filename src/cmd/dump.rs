@@ -25,7 +25,8 @@ use crate::progress::counted;
 #[derive(clap::Args, Debug)]
 #[command(group(clap::ArgGroup::new("source").args(["text", "tokens"]).required(true)))]
 pub struct Args {
-    /// Folder of a Hugging Face checkpoint, or the id of a model in the Hugging Face cache, such as Qwen/Qwen3-0.6B
+    /// Folder of a Hugging Face checkpoint, a GGUF file, or the id of a model in the Hugging Face cache, such as
+    /// Qwen/Qwen3-0.6B
     #[arg(long, value_name = "DIR", value_parser = model_folder())]
     model: PathBuf,
     /// Dump folder to write

@@ -64,6 +64,7 @@ fn eval(args: &Args, global: &Global) -> Result<()> {
     args.reading.check(device.as_ref())?;
     let decoder = open_model(&args.model, log)?;
     let device = device_for(device, &decoder, global)?;
+    let decoder = args.reading.rounded(decoder, device.as_ref())?;
     let named: Vec<MethodName> = args.named().map(|named| named.method).collect();
     args.reading.warn_of_unused(&named, global);
     args.warn_of_unused(global);
@@ -192,6 +193,7 @@ fn conditions(args: &Args, decoder: &Decoder, artifacts: &[Artifact], options: &
         "fingerprint": decoder.checkpoint.fingerprint(&decoder.config)?,
         "artifacts": files.map(artifact).collect::<Vec<_>>(),
         "kv": options.kv.as_str(),
+        "weights": decoder.stored()?.name(),
         "sinks": options.sinks,
         "window": options.window,
         "granule": options.granule,
@@ -201,7 +203,7 @@ fn conditions(args: &Args, decoder: &Decoder, artifacts: &[Artifact], options: &
 
 /// Opens the model's tokenizer if needles are given and the model has one.
 fn tokenizer(args: &Args, decoder: &Decoder) -> Result<Option<Tokenizer>> {
-    let exists = args.needles.is_some() && args.model.join("tokenizer.json").exists();
+    let exists = args.needles.is_some() && Tokenizer::exists(&args.model);
     let tokenizer = exists.then(|| Tokenizer::open(&args.model, &decoder.config));
     tokenizer.transpose()
 }

@@ -267,7 +267,7 @@ fn can_run(device: &dyn Device, decoder: &Decoder, global: &Global) -> Result<bo
 /// Warns once if the GPU's library for products is missing and the model would use it: products in f32 do not.
 fn warn_of_library(driver: &dyn Driver, decoder: &Decoder, global: &Global) {
     static WARNED: Once = Once::new();
-    let is_used = global.precision == flags::Precision::Auto && decoder.embedding.dtype != Float::F32;
+    let is_used = global.precision == flags::Precision::Auto && decoder.embedding.float() != Float::F32;
     if let Some(missing) = driver.missing_library().filter(|_| is_used) {
         WARNED.call_once(|| global.log().warn(missing));
     }

@@ -16,7 +16,7 @@ pub struct Args {
     /// Section files to combine: one per section, or several that together have each layer of it once
     #[arg(required = true, value_name = "SECTION_FILE")]
     sections: Vec<PathBuf>,
-    /// The model from which the sections were made: checkpoint folder, or id in the Hugging Face cache
+    /// The model from which the sections were made: checkpoint folder, GGUF file, or id in the Hugging Face cache
     #[arg(long, value_name = "DIR", value_parser = model_folder())]
     model: PathBuf,
     /// Artifact file to write

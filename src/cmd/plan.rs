@@ -270,10 +270,12 @@ impl Weights {
             c.n_layers * layer + embedding,
             c.n_layers * layer + embeddings * embedding,
         );
-        let files = std::fs::read_dir(dir).into_iter().flatten().flatten();
-        let weights = files.filter(|file| file.path().extension().is_some_and(|of| of == "safetensors"));
-        // Files in the hub's cache are links, which `metadata` follows.
-        let sizes = weights.filter_map(|file| std::fs::metadata(file.path()).ok());
+        let entries = std::fs::read_dir(dir).into_iter().flatten().flatten();
+        let files = entries.map(|entry| entry.path());
+        let weights = files.filter(|file| file.extension().is_some_and(|of| of == "safetensors"));
+        // A GGUF file is no folder. Files in the hub's cache are links, which `metadata` follows.
+        let all_files = weights.chain(dir.is_file().then(|| dir.to_owned()));
+        let sizes = all_files.filter_map(|file| std::fs::metadata(file).ok());
         let stored: u64 = sizes.map(|of| of.len()).sum();
         match stored as usize {
             0 => Self {

@@ -6,7 +6,7 @@ use super::args::Global;
 use crate::artifact::Artifact;
 use crate::compute::device::Device;
 use crate::error::{Error, Result};
-use crate::flags::{parse_count, parse_positive_count};
+use crate::flags::{WeightsFlag, parse_count, parse_positive_count};
 use crate::kv::static_set::{SINKS, WINDOW};
 use crate::kv::{Budget, KvType};
 use crate::method::declaration::Ask;
@@ -53,6 +53,10 @@ pub(super) struct Reading {
     /// with bf16; otherwise f32)
     #[arg(long, value_enum)]
     kv: Option<Kv>,
+    /// Round the weights to 8 or 4 bits when the model is opened, without any calibration of the rounding (default: as the
+    /// checkpoint stores them). Embeddings keep their type. It runs on the CPU
+    #[arg(long, value_enum)]
+    weights: Option<WeightsFlag>,
     /// Add an estimate of the attention to the positions that a step does not read: from the mean of their keys and
     /// values, and a correction from the section `tail` of --artifact. It runs on the CPU
     #[arg(long)]
@@ -105,6 +109,19 @@ impl Reading {
     /// Tells whether the caches stay in the machine's memory although the model is on a GPU.
     pub(super) fn on_host(&self) -> bool {
         self.kv == Some(Kv::Host)
+    }
+
+    /// Rounds the weights as asked.
+    ///
+    /// # Errors
+    /// A device other than the CPU; a temporary file that cannot be written.
+    pub(super) fn rounded(&self, decoder: Decoder, device: &dyn Device) -> Result<Decoder> {
+        match self.weights {
+            None => Ok(decoder),
+            Some(_) if device.cuda().is_some() => Err(Error::usage("--weights is available on the CPU only")
+                .hint("omit --weights, or use --device cpu")),
+            Some(weights) => decoder.rounded(weights.quant()),
+        }
     }
 
     /// Returns the artifact's file, if one is given.

@@ -40,7 +40,8 @@ use turns::Turns;
     clap::ArgGroup::new("source").args(["prompt", "prompt_file", "tokens", "chat"]).required(true).multiple(true)
 ))]
 pub struct Args {
-    /// Folder of a Hugging Face checkpoint, or the id of a model in the Hugging Face cache, such as Qwen/Qwen3-0.6B
+    /// Folder of a Hugging Face checkpoint, a GGUF file, or the id of a model in the Hugging Face cache, such as
+    /// Qwen/Qwen3-0.6B
     #[arg(long, value_name = "DIR", value_parser = model_folder())]
     model: PathBuf,
     /// Text of the prompt; - reads stdin
@@ -211,6 +212,7 @@ pub fn run(args: &Args, global: &Global) -> Result<()> {
     let decoder = open_model(&args.model, log)?;
     let on_gpu = device.cuda().is_some();
     let device = device_for(device, &decoder, global)?;
+    let decoder = args.reading.rounded(decoder, device.as_ref())?;
     let on_cpu = (on_gpu && device.cuda().is_none()).then_some("the model runs on the CPU");
     let mut turns = Turns::open(args, &decoder, log)?;
     for flag in ["top-k", "top-p", "min-p"] {

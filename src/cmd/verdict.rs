@@ -122,7 +122,7 @@ pub struct Args {
     /// Artifact or section file to measure; before --text and --dump, which take several values
     #[arg(value_name = "ART")]
     artifact: PathBuf,
-    /// The model from which the artifact was made: checkpoint folder, or id in the Hugging Face cache
+    /// The model from which the artifact was made: checkpoint folder, GGUF file, or id in the Hugging Face cache
     #[arg(long, value_name = "DIR", value_parser = model_folder())]
     model: PathBuf,
     /// Dump folder from which the artifact was made, or the folders of all its shards, instead of the text

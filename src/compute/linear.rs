@@ -1,7 +1,6 @@
 //! Projections by checkpoint weights, which stay in the type that the checkpoint stores.
 
 use std::cell::Cell;
-use std::ops::Range;
 
 use ndarray::{ArrayView2, ArrayViewMut2, Axis, s};
 use rayon::prelude::*;
@@ -10,7 +9,8 @@ use super::attention::prefetch;
 use super::blocks::{PANEL, PANELS, PanelLine, Row, SIDE, TILE, multiply, transpose};
 use super::{pieces, simd};
 use crate::float::Float;
-use crate::weight::Weight;
+use crate::quant::{RoundedRow, dots};
+use crate::weight::{Stored, Weight};
 
 /// Output channels per task if there are few input rows.
 const FEW_CHANNELS: usize = 128;
@@ -36,7 +36,8 @@ impl Linear {
     /// x `[m, in]` (rows contiguous), out `[m, out]`.
     ///
     /// # Numerics
-    /// f32 products and sums, with weights widened exactly. With more than four input rows, each sum over 128 input
+    /// f32 products and sums, with weights widened exactly; with at most four input rows and a quantised weight, the inputs are
+    /// rounded to 8 bits per value ([`dots`]). With more than four input rows, each sum over 128 input
     /// channels takes fused multiply-adds; these sums are added in order, and then the bias. The bits of a row are the
     /// same on every instruction set and do not depend on the other rows.
     pub fn forward(&self, x: ArrayView2<f32>, mut out: ArrayViewMut2<f32>) {
@@ -84,14 +85,14 @@ impl Linear {
             for tile in (0..n).step_by(TILE) {
                 let channels = first + tile..first + n.min(tile + TILE);
                 for (to, channel) in scratch.tile.iter_mut().zip(channels) {
-                    self.widen_part(channel, terms.clone(), &mut to.0);
+                    self.weight.read(channel, terms.start, &mut to.0[..terms.len()]);
                 }
                 let next = match tile + TILE < n {
                     true => (tile + TILE..n.min(tile + 2 * TILE), terms.clone()),
                     false => (0..n.min(TILE), terms.end..k.min(terms.end + SIDE)),
                 };
                 for channel in next.0 {
-                    prefetch(self.part(first + channel, next.1.clone()));
+                    prefetch(self.weight.part(first + channel, next.1.clone()));
                 }
                 for (h, rows) in scratch.sums.chunks_exact_mut(stride).enumerate() {
                     let panels = (m - h * SIDE).div_ceil(PANEL).min(PANELS);
@@ -122,38 +123,45 @@ impl Linear {
         }
     }
 
-    /// Returns the stored bytes of the weights `terms` of an output channel.
-    fn part(&self, channel: usize, terms: Range<usize>) -> &[u8] {
-        let size = self.weight.dtype().bytes();
-        &self.weight.row_bytes(channel, 1)[terms.start * size..terms.end * size]
-    }
-
-    fn widen_part(&self, channel: usize, terms: Range<usize>, out: &mut [f32; SIDE]) {
-        let out = &mut out[..terms.len()];
-        self.weight.dtype().read(self.part(channel, terms), out);
-    }
-
     /// Computes the output channels from `first` on of few rows.
-    fn few_channels(&self, rows: &[Vec<f32>], first: usize, mut out: ArrayViewMut2<f32>) {
+    fn few_channels(&self, rows: &FewRows, first: usize, mut out: ArrayViewMut2<f32>) {
         let mut wide = Vec::new();
         for (j, mut column) in out.columns_mut().into_iter().enumerate() {
             let row = first + j;
-            let bytes = self.weight.row_bytes(row, 1);
             let bias = self.bias.as_ref().map_or(0.0, |b| b[row]);
+            if let Stored::Quant(quant) = self.weight.stored() {
+                let mut products = [0.0; FEW];
+                let products = &mut products[..rows.rounded.len()];
+                dots(quant, self.weight.row_bytes(row), &rows.rounded, products);
+                column
+                    .iter_mut()
+                    .zip(products)
+                    .for_each(|(y, product)| *y = bias + *product);
+                continue;
+            }
             // bf16 needs no widened copy if its bytes are aligned.
-            let bf16 = match self.weight.dtype() {
-                Float::Bf16 => bytemuck::try_cast_slice::<u8, u16>(bytes).ok(),
+            let bf16 = match self.weight.stored() {
+                Stored::Float(Float::Bf16) => {
+                    bytemuck::try_cast_slice::<u8, u16>(self.weight.row_bytes(row)).ok()
+                }
                 _ => None,
             };
             if bf16.is_none() {
                 wide.resize(self.weight.cols(), 0.0);
-                widen(&self.weight, row, 1, &mut wide);
+                self.weight.read(row, 0, &mut wide);
             }
-            for (y, x) in column.iter_mut().zip(rows) {
+            for (y, x) in column.iter_mut().zip(&rows.inputs) {
                 *y = bias + bf16.map_or_else(|| simd::dot(&wide, x), |w| simd::dot_bf16(w, x));
             }
         }
     }
+}
+
+/// Few input rows.
+struct FewRows {
+    inputs: Vec<Vec<f32>>,
+    /// The same with 8 bits per value, if a weight is quantised.
+    rounded: Vec<RoundedRow>,
 }
 
 /// Applies several projections to the same rows, in one parallel loop if the rows are few.
@@ -174,7 +182,13 @@ pub fn forward_all(x: ArrayView2<f32>, outputs: Vec<(&Linear, ArrayViewMut2<f32>
 
 /// Computes [`forward_all`] of at most [`FEW`] rows.
 fn forward_few(x: ArrayView2<f32>, outputs: Vec<(&Linear, ArrayViewMut2<f32>)>) {
-    let rows: Vec<Vec<f32>> = x.rows().into_iter().map(|r| r.to_vec()).collect();
+    let inputs: Vec<Vec<f32>> = x.rows().into_iter().map(|r| r.to_vec()).collect();
+    let is_quantised = |(linear, _): &(&Linear, _)| matches!(linear.weight.stored(), Stored::Quant(_));
+    let rounded = match outputs.iter().any(is_quantised) {
+        true => inputs.iter().map(|x| RoundedRow::new(x)).collect(),
+        false => Vec::new(),
+    };
+    let rows = FewRows { inputs, rounded };
     let parts = outputs.into_iter().flat_map(|(linear, out)| {
         let parts = pieces(out, Axis(1), FEW_CHANNELS).into_iter().enumerate();
         parts.map(move |(p, part)| (linear, p * FEW_CHANNELS, part))
@@ -249,11 +263,6 @@ thread_local! {
     static SCRATCH: Cell<LinearScratch> = Cell::default();
     // So does the thread that calls, which would also have to fill them with zeros on its own.
     static PACKED: Cell<Vec<PanelLine>> = Cell::default();
-}
-
-/// Widens the rows `first..first + count` of a weight to f32.
-pub fn widen(weight: &Weight, first: usize, count: usize, out: &mut [f32]) {
-    weight.dtype().read(weight.row_bytes(first, count), out);
 }
 
 #[cfg(test)]

@@ -72,7 +72,7 @@ impl CudaLayer<'_> {
         let work = Workspace::new(driver, *s, self.model.precision, chunk)?;
         let rotation = Rotation::new(driver, &self.model.decoder.rope, 0, m)?;
         let rows = Buffer::<f32>::new(driver, "hidden states", chunk * s.hidden)?;
-        let float = self.model.precision.attended(self.layer.k.weight.dtype());
+        let float = self.model.precision.attended(self.layer.k.weight.float());
         let mut context = match hidden {
             Hidden::Changed(_) => Some(LayerContext::new(driver, s, float, m)?),
             Hidden::Read(_) => None,

@@ -78,10 +78,7 @@ pub(crate) fn random<'d>(driver: &'d dyn Driver, rows: usize, cols: usize, seed:
 fn joined(linears: &[&linear::Linear], kind: Float) -> Vec<u8> {
     let mut bytes = Vec::new();
     for weight in linears.iter().map(|linear| &linear.weight) {
-        match weight.dtype() == kind {
-            true => bytes.extend_from_slice(weight.row_bytes(0, weight.rows())),
-            false => kind.write(&weight.to_vec(), &mut bytes),
-        }
+        weight.append(kind, &mut bytes);
     }
     bytes
 }
@@ -92,11 +89,11 @@ pub(crate) fn upload<'d>(driver: &'d dyn Driver, linears: &[&linear::Linear]) ->
     let Some(first) = linears.first() else {
         return Err(Error::failed("CUDA: no weights to join"));
     };
-    let (kind, cols) = (first.weight.dtype(), first.weight.cols());
+    let (kind, cols) = (first.weight.float(), first.weight.cols());
     let rows = linears.iter().map(|l| l.weight.rows()).sum();
-    let mut others = linears.iter().map(|l| &l.weight).filter(|w| w.dtype() != kind);
+    let mut others = linears.iter().map(|l| &l.weight).filter(|w| w.float() != kind);
     if let Some(other) = others.next().filter(|_| kind != Float::F32) {
-        let (from, to) = (other.dtype().name(), kind.name());
+        let (from, to) = (other.float().name(), kind.name());
         let names = [first.weight.name(), other.name()];
         return Err(Error::failed(format!(
             "CUDA: `{}` is {to} and `{}` {from}; they must have one type",

@@ -15,6 +15,7 @@ use minijinja::value::Value;
 use serde::Serialize;
 
 use super::fields::read_json;
+use super::gguf::Gguf;
 use crate::error::{Error, Kind, Result};
 use crate::sandbox::{self, Allowance};
 
@@ -52,7 +53,7 @@ const UNUSABLE: &str = "omit --chat to use the prompt as it is, or give the turn
 
 impl ChatTemplate {
     /// Compiles the chat template of the model in `dir`, if there is one: `chat_template.jinja`, else
-    /// that of `tokenizer_config.json`, as in transformers, else that of `chat_template.json`.
+    /// that of `tokenizer_config.json`, as in transformers, else that of `chat_template.json`; of a GGUF file, its own.
     ///
     /// # Errors
     /// A file that cannot be read; a list of templates without a `default`; a syntax error.
@@ -125,6 +126,11 @@ impl ChatTemplate {
 
 /// Finds the file that holds the template, and the template's source.
 fn find_template(dir: &Path) -> Result<Option<(PathBuf, String)>> {
+    if let Some(gguf) = Gguf::at(dir)? {
+        return Ok(gguf
+            .chat_template()
+            .map(|source| (dir.to_owned(), source.to_owned())));
+    }
     let path = dir.join("chat_template.jinja");
     if path.is_file() {
         let source = std::fs::read_to_string(&path).map_err(|e| Error::io(&path, "read", &e))?;
@@ -164,6 +170,18 @@ fn in_json(path: &Path) -> Result<Option<String>> {
 
 /// Reads the special tokens that templates know by name: `bos_token`, `eos_token` and so on.
 fn special_tokens(dir: &Path) -> Result<Vec<(String, Value)>> {
+    if let Some(gguf) = Gguf::at(dir)? {
+        let names = [
+            ("bos_token", "bos"),
+            ("eos_token", "eos"),
+            ("unk_token", "unknown"),
+            ("pad_token", "padding"),
+        ];
+        let found = names
+            .into_iter()
+            .filter_map(|(name, own)| Some((name.to_owned(), Value::from(gguf.special_token(own)?))));
+        return Ok(found.collect());
+    }
     let path = dir.join("tokenizer_config.json");
     if !path.is_file() {
         return Ok(Vec::new());

@@ -7,6 +7,7 @@ use serde_json::{Value, json};
 
 use super::fields::{Fields, read_json, token_ids};
 use super::folder;
+use super::gguf::Gguf;
 use super::rope::{Rope, RopeConfig};
 use super::sizes::Sizes;
 use crate::error::{Error, Result};
@@ -70,12 +71,16 @@ impl ModelConfig {
         self.eos_token_ids.contains(&id)
     }
 
-    /// Reads `dir/config.json`, and the stop tokens of `dir/generation_config.json` if it exists.
+    /// Reads `dir/config.json`, and the stop tokens of `dir/generation_config.json` if it exists; or the metadata of a
+    /// GGUF file.
     ///
     /// # Errors
     /// A missing or malformed file; an unsupported architecture, rope or layer type (the message lists
     /// the supported ones); sizes that contradict each other.
     pub fn load(dir: &Path) -> Result<Self> {
+        if let Some(gguf) = Gguf::at(dir)? {
+            return gguf.config();
+        }
         folder::check(dir)?;
         let path = dir.join("config.json");
         const CHECK: &str =

@@ -14,10 +14,11 @@ use super::rope::{Rope, RopeTable};
 use super::weights::Checkpoint;
 use crate::compute::attention;
 use crate::compute::layout::{elements, elements_mut};
-use crate::compute::linear::{FEW, Linear, forward_all, packed_floats, widen};
+use crate::compute::linear::{FEW, Linear, forward_all, packed_floats};
 use crate::compute::simd;
 use crate::error::{Error, Result};
-use crate::weight::Weight;
+use crate::quant::Quant;
+use crate::weight::{Stored, Weight};
 
 /// Values that are worth copying on several threads.
 const PARALLEL: usize = 1 << 15;
@@ -39,6 +40,8 @@ pub struct Decoder {
     pub norm: Vec<f32>,
     /// The output projection, `[vocab, hidden]`; the embedding if the model ties the two.
     pub head: Linear,
+    /// The type to which the weights of layers are rounded when they are opened.
+    pub(super) rounds_to: Option<Quant>,
 }
 
 /// One decoder layer, as views of the mapped weights.
@@ -110,11 +113,35 @@ impl Decoder {
             embedding,
             norm,
             head,
+            rounds_to: None,
         };
         for i in 0..decoder.config.n_layers {
             decoder.layer(i)?;
         }
         Ok(decoder)
+    }
+
+    /// Rounds the output projection now, and the weights of each layer when it is opened, to a quantised type; no calibration
+    /// chooses how. The embedding keeps its type.
+    ///
+    /// # Errors
+    /// Rows that are not whole blocks; a temporary file that cannot be written.
+    pub fn rounded(mut self, quant: Quant) -> Result<Self> {
+        self.head.weight = self.head.weight.rounded(quant)?;
+        self.rounds_to = Some(quant);
+        Ok(self)
+    }
+
+    /// Returns the type in which the first layer has most of its weights.
+    pub fn stored(&self) -> Result<Stored> {
+        let layer = self.layer(0)?;
+        let weights = layer.weights();
+        let bytes = |of: &Stored| -> usize {
+            let same = weights.iter().filter(|weight| weight.stored() == *of);
+            same.map(|weight| weight.bytes()).sum()
+        };
+        let types = weights.iter().map(|weight| weight.stored());
+        Ok(types.max_by_key(bytes).unwrap_or(self.embedding.stored()))
     }
 
     /// Returns layer `index` as views of its weights.
@@ -139,7 +166,7 @@ impl Decoder {
             Ok(Linear { weight, bias })
         };
         let norm = |part: &str| c.qk_norm.then(|| vector(part, d)).transpose();
-        Ok(Layer {
+        let layer = Layer {
             index,
             n_heads: c.n_heads,
             n_kv_heads: c.n_kv_heads,
@@ -157,7 +184,11 @@ impl Decoder {
             gate: linear("mlp.gate_proj", c.intermediate_size, hidden, c.mlp_bias)?,
             up: linear("mlp.up_proj", c.intermediate_size, hidden, c.mlp_bias)?,
             down: linear("mlp.down_proj", hidden, c.intermediate_size, c.mlp_bias)?,
-        })
+        };
+        match self.rounds_to {
+            Some(quant) => layer.rounded(quant),
+            None => Ok(layer),
+        }
     }
 
     /// Looks up the embeddings of `ids`: `[n, hidden]`.
@@ -169,7 +200,7 @@ impl Decoder {
         let mut out = Array2::zeros((ids.len(), self.config.hidden_size));
         for (mut row, &id) in out.rows_mut().into_iter().zip(ids) {
             let row = elements_mut(&mut row);
-            widen(&self.embedding, id as usize, 1, row);
+            self.embedding.read(id as usize, 0, row);
             if !simd::all_finite(row) {
                 return Err(Error::failed(format!(
                     "tensor `{}` contains a NaN or infinite value in row {id}",
@@ -363,6 +394,27 @@ impl Layer {
         self.finish(hidden.view_mut(), attended.view());
     }
 
+    /// Rounds the weights of the projections to a quantised type.
+    ///
+    /// # Errors
+    /// Rows that are not whole blocks; a temporary file that cannot be written.
+    pub fn rounded(mut self, quant: Quant) -> Result<Self> {
+        let Self {
+            q,
+            k,
+            v,
+            o,
+            gate,
+            up,
+            down,
+            ..
+        } = &mut self;
+        for linear in [q, k, v, o, gate, up, down] {
+            linear.weight = linear.weight.rounded(quant)?;
+        }
+        Ok(self)
+    }
+
     /// Lists the weights of the layer's projections.
     pub fn weights(&self) -> Vec<&Weight> {
         [
@@ -374,8 +426,7 @@ impl Layer {
 
     /// Returns the bytes of the projections' weights in the checkpoint.
     pub fn bytes(&self) -> usize {
-        let weights = self.weights().into_iter();
-        weights.map(|w| w.rows() * w.cols() * w.dtype().bytes()).sum()
+        self.weights().into_iter().map(Weight::bytes).sum()
     }
 
     /// Gives the layer's file pages back to the system.

@@ -1,4 +1,5 @@
-//! The folder of a checkpoint: a path, or the id of a model in the cache of the Hugging Face hub. Nothing is downloaded.
+//! Where a checkpoint is: the path of its folder or GGUF file, or the id of a model in the cache of the Hugging Face hub.
+//! Nothing is downloaded.
 
 use std::fs::File;
 use std::io::Read;
@@ -6,18 +7,22 @@ use std::path::{Path, PathBuf};
 
 use serde_json::Value;
 
+use super::gguf::is_gguf;
 use crate::disk::user_cache;
 use crate::error::{Error, Result};
 
 /// What `--model` takes.
-const TAKES: &str = "give --model the folder of a Hugging Face checkpoint (it contains config.json), or the id of a \
-                     model in the Hugging Face cache, such as Qwen/Qwen3-0.6B";
+const TAKES: &str = "give --model the folder of a Hugging Face checkpoint (it contains config.json), a GGUF file, or the id \
+                     of a model in the Hugging Face cache, such as Qwen/Qwen3-0.6B";
 
-/// Finds the folder that `--model` means: the path itself, the snapshot of a model's folder in the hub's cache, or the
-/// snapshot of a hub id (`org/name`, `org/name@revision`). A path that is none of these is returned unchanged;
-/// [`check`] then says what is wrong with it.
+/// Finds the folder or GGUF file that `--model` means: the path itself, the only GGUF file in a folder without checkpoint, the
+/// snapshot of a model's folder in the hub's cache, or the snapshot of a hub id (`org/name`, `org/name@revision`). A path
+/// that is none of these is returned unchanged; [`check`] then says what is wrong with it.
 pub fn find(given: PathBuf) -> PathBuf {
     if given.is_dir() {
+        if let ([only], false) = (&gguf_files(&given)[..], given.join("config.json").exists()) {
+            return only.clone();
+        }
         return match &models(&given, false)[..] {
             [(_, dir)] => dir.clone(),
             _ => given,
@@ -30,16 +35,31 @@ pub fn find(given: PathBuf) -> PathBuf {
     found.unwrap_or(given)
 }
 
-/// Names the model in a folder: the id of a snapshot in the hub's cache, else the name of the folder.
+/// Lists the GGUF files in a folder.
+fn gguf_files(dir: &Path) -> Vec<PathBuf> {
+    let entries = std::fs::read_dir(dir).into_iter().flatten().flatten();
+    let mut files: Vec<PathBuf> = entries
+        .map(|entry| entry.path())
+        .filter(|path| path.extension().is_some_and(|of| of == "gguf"))
+        .collect();
+    files.sort();
+    files
+}
+
+/// Names the model in a folder or file: the id of a snapshot in the hub's cache, else the name of the folder, or that of the
+/// file without its extension.
 pub fn name(dir: &Path) -> String {
     let dir = dir.canonicalize().unwrap_or_else(|_| dir.to_owned());
     let folders = dir.ancestors().filter_map(Path::file_name);
     let mut ids = folders.filter_map(|name| name.to_str()?.strip_prefix("models--"));
     match (dir.parent().and_then(Path::file_name), ids.next()) {
         (Some(parent), Some(id)) if parent == "snapshots" => id.replacen("--", "/", 1),
-        _ => dir
-            .file_name()
-            .map_or(String::new(), |name| name.to_string_lossy().into_owned()),
+        _ => if dir.is_file() {
+            dir.file_stem()
+        } else {
+            dir.file_name()
+        }
+        .map_or(String::new(), |name| name.to_string_lossy().into_owned()),
     }
 }
 
@@ -255,10 +275,7 @@ fn absent(dir: &Path) -> Error {
 /// A file of another format and what to do with it.
 type Foreign = (&'static str, &'static str);
 
-const GGUF: Foreign = (
-    "weights in GGUF",
-    "give the Hugging Face folder (config.json and .safetensors) from which the GGUF file was made",
-);
+const GGUF: Foreign = ("weights in GGUF", "give --model the GGUF file itself");
 const PICKLE: Foreign = (
     "weights in PyTorch's .bin format",
     "convert pytorch_model.bin to safetensors first, with AutoModelForCausalLM.from_pretrained(..).save_pretrained(..)",
@@ -277,10 +294,15 @@ const ADAPTER: Foreign = (
 /// # Errors
 /// A file in GGUF or of PyTorch.
 pub fn check_artifact(path: &Path) -> Result<()> {
-    let is_safetensors = path.extension().is_some_and(|e| e == "safetensors");
-    let found = other_format(path).filter(|_| path.is_file() && !is_safetensors);
+    let has = |extension| path.extension().is_some_and(|e| e == extension);
+    let found = match is_gguf(path) || path.is_file() && has("gguf") {
+        true => Some("a GGUF file"),
+        false => other_format(path)
+            .filter(|_| path.is_file() && !has("safetensors"))
+            .map(|(what, _)| what),
+    };
     match found {
-        Some((what, _)) => Err(
+        Some(what) => Err(
             Error::failed(format!("{} is {what}, not an artifact", path.display()))
                 .hint("give an artifact made by `kvsmith calibrate`"),
         ),
@@ -291,14 +313,13 @@ pub fn check_artifact(path: &Path) -> Result<()> {
 /// Recognises a file that is given in place of a folder.
 fn other_format(path: &Path) -> Option<Foreign> {
     let mut start = [0; 4];
-    let is_read = File::open(path)
-        .and_then(|mut file| file.read_exact(&mut start))
-        .is_ok();
-    let is_gguf = is_read && &start == b"GGUF";
+    let _ = File::open(path).and_then(|mut file| file.read_exact(&mut start));
     let extension = path.extension().and_then(|e| e.to_str()).unwrap_or("");
     match (&start, extension) {
-        _ if is_gguf => Some(("a GGUF file", GGUF.1)),
-        (_, "gguf") => Some(("a GGUF file", GGUF.1)),
+        (_, "gguf") => Some((
+            "no GGUF file, although its name says so",
+            "the file is damaged or its download is incomplete; download it again",
+        )),
         (b"PK\x03\x04", "bin") => Some(("a PyTorch file", PICKLE.1)),
         (_, "pth" | "pt") => Some(("a PyTorch file", ORIGINAL.1)),
         (_, "safetensors") => Some((

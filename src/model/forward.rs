@@ -147,9 +147,8 @@ impl<'a> CpuForward<'a> {
 
     /// Returns the bytes of the weights that a decode step reads.
     pub fn bytes(&self) -> usize {
-        let head = &self.decoder.head.weight;
         let layers = self.layers.iter().map(Layer::bytes);
-        layers.sum::<usize>() + head.rows() * head.cols() * head.dtype().bytes()
+        layers.sum::<usize>() + self.decoder.head.weight.bytes()
     }
 }
 

@@ -1,5 +1,5 @@
-//! A Hugging Face decoder checkpoint: its configuration, weights, tokenizer, chat template and forward
-//! pass.
+//! A decoder's checkpoint, a Hugging Face folder or a GGUF file: its configuration, weights, tokenizer, chat template
+//! and forward pass.
 //!
 //! In shapes, h is the number of query heads, g of KV heads, r = h / g of query heads per KV head, and d of
 //! channels per head.
@@ -10,6 +10,7 @@ pub mod decoder;
 pub mod fields;
 pub mod folder;
 pub mod forward;
+pub mod gguf;
 pub mod manifest;
 pub mod random;
 pub mod rope;

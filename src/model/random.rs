@@ -34,6 +34,7 @@ pub fn decoder(config: ModelConfig) -> Result<Decoder> {
         },
         embedding,
         config,
+        rounds_to: None,
     })
 }
 

@@ -1,4 +1,4 @@
-//! The model's tokenizer (`tokenizer.json`) and its rules for special tokens.
+//! The model's tokenizer (`tokenizer.json`, or that of a GGUF file) and its rules for special tokens.
 //!
 //! The file comes with the model and is not trusted. The library panics on some files, and takes any amount of memory
 //! and time on others: it believes the length that a table states, and normalizers and post-processors may multiply the
@@ -16,6 +16,7 @@ use serde_json::{Value, json};
 
 use super::config::ModelConfig;
 use super::fields::read_json;
+use super::gguf::{Gguf, is_gguf};
 use crate::error::{Error, Kind, Result};
 use crate::sandbox::{self, Allowance};
 use crate::store::to_bytes;
@@ -147,6 +148,22 @@ fn growth(decoder: &Value) -> usize {
     parts.map(growth).fold(own, usize::saturating_mul)
 }
 
+/// Loads a tokenizer.json, which errors call `place`.
+fn parsed(place: &str, file: &[u8]) -> Result<tokenizers::Tokenizer> {
+    let broken = |e: String| Error::failed(format!("{place} cannot be used: {e}")).hint(BROKEN);
+    rehearse(file).map_err(|e| match e.kind() {
+        Kind::Interrupted => e,
+        _ => broken(e.to_string()),
+    })?;
+    let inner = guarded(|| {
+        let mut inner = tokenizers::Tokenizer::from_bytes(file)?;
+        // Training scripts leave truncation and padding lengths in the file; the tokenizer ignores them.
+        inner.with_truncation(None)?.with_padding(None);
+        Ok(inner)
+    });
+    inner.map_err(broken)
+}
+
 /// A model's tokenizer: text to token ids and back.
 pub struct Tokenizer {
     inner: tokenizers::Tokenizer,
@@ -155,34 +172,35 @@ pub struct Tokenizer {
 }
 
 impl Tokenizer {
-    /// Opens `dir/tokenizer.json`.
+    /// Says whether a model has a tokenizer, which may be unusable.
+    pub fn exists(model: &Path) -> bool {
+        match is_gguf(model) {
+            true => Gguf::at(model).is_ok_and(|gguf| gguf.is_some_and(|gguf| gguf.has_tokenizer())),
+            false => model.join("tokenizer.json").is_file(),
+        }
+    }
+
+    /// Opens `model/tokenizer.json`, or the tokenizer of a GGUF file.
     ///
     /// Its post-processor adds the special tokens. Without one, BOS is prepended if
     /// `tokenizer_config.json` says `add_bos_token: true`: its `bos_token`, else the id in config.json.
-    pub fn open(dir: &Path, config: &ModelConfig) -> Result<Self> {
-        let path = dir.join("tokenizer.json");
+    pub fn open(model: &Path, config: &ModelConfig) -> Result<Self> {
+        if let Some(gguf) = Gguf::at(model)? {
+            let place = format!("the tokenizer of {}", model.display());
+            let inner = parsed(&place, &gguf.tokenizer_json()?)?;
+            return Ok(Self { inner, bos: None });
+        }
+        let path = model.join("tokenizer.json");
         if !path.is_file() {
             return Err(Error::failed(format!("{} does not exist", path.display())).hint(
                 "give token ids with --tokens instead of text, or add the tokenizer.json of the model",
             ));
         }
-        let broken =
-            |e: String| Error::failed(format!("{} cannot be used: {e}", path.display())).hint(BROKEN);
         let file = std::fs::read(&path).map_err(|e| Error::io(&path, "read", &e).hint(BROKEN))?;
-        rehearse(&file).map_err(|e| match e.kind() {
-            Kind::Interrupted => e,
-            _ => broken(e.to_string()),
-        })?;
-        let inner = guarded(|| {
-            let mut inner = tokenizers::Tokenizer::from_bytes(&file)?;
-            // Training scripts leave truncation and padding lengths in the file; the tokenizer ignores them.
-            inner.with_truncation(None)?.with_padding(None);
-            Ok(inner)
-        });
-        let inner = inner.map_err(broken)?;
+        let inner = parsed(&path.display().to_string(), &file)?;
         let bos = match inner.get_post_processor() {
             Some(_) => None,
-            None => Self::configured_bos(dir, config, &inner)?,
+            None => Self::configured_bos(model, config, &inner)?,
         };
         Ok(Self { inner, bos })
     }

@@ -1,4 +1,4 @@
-//! The tensors of a checkpoint folder (one safetensors file, or an index with shards), memory-mapped.
+//! The tensors of a checkpoint, memory-mapped: a folder with one safetensors file, or with an index and shards, or a GGUF file.
 //!
 //! A [`Weight`] is a view of the mapped bytes; kernels widen its values as they read them. A layer
 //! therefore takes no more memory than its file pages, which [`Weight::release`] gives back.
@@ -10,24 +10,30 @@ use std::path::Path;
 use std::sync::Arc;
 
 use rayon::prelude::*;
-use safetensors::{Dtype, SafeTensors};
+use safetensors::SafeTensors;
 use sha2::{Digest, Sha256};
 
 use super::config::ModelConfig;
 use super::fields::read_json;
 use super::folder;
+use super::gguf::Gguf;
 use crate::error::{Error, Result};
 use crate::float::Float;
 use crate::mapped::Mapped;
 use crate::store::hex;
-use crate::weight::{Shard, Weight};
+use crate::weight::{Shard, Stored, Weight, stored_row};
 
 struct Entry {
     shard: usize,
-    dtype: Dtype,
+    /// The name of the type of the values.
+    kind: String,
+    /// How the values are stored, if this program reads them.
+    stored: Option<Stored>,
     shape: Vec<usize>,
     start: usize,
     len: usize,
+    /// The rows of a head, if the file alternates between the rows of a head's first and second half.
+    alternating: Option<usize>,
 }
 
 /// The memory-mapped tensors of a checkpoint folder.
@@ -38,12 +44,15 @@ pub struct Checkpoint {
 }
 
 impl Checkpoint {
-    /// Maps `model.safetensors`, or every shard that `model.safetensors.index.json` names.
+    /// Maps `model.safetensors`, or every shard that `model.safetensors.index.json` names, or a GGUF file.
     ///
     /// # Errors
     /// A missing or truncated file; a header that does not describe its file; an index that names a
     /// missing shard or tensor.
     pub fn open(dir: &Path) -> Result<Self> {
+        if let Some(gguf) = Gguf::at(dir)? {
+            return Self::of_gguf(&gguf);
+        }
         let single = dir.join("model.safetensors");
         let index = dir.join("model.safetensors.index.json");
         let mut checkpoint = Self::default();
@@ -63,6 +72,25 @@ impl Checkpoint {
             });
         }
         Ok(checkpoint)
+    }
+
+    fn of_gguf(gguf: &Gguf) -> Result<Self> {
+        let entries = gguf.named()?.into_iter().map(|tensor| {
+            let entry = Entry {
+                shard: 0,
+                kind: tensor.stored.name().to_owned(),
+                stored: Some(tensor.stored),
+                len: tensor.stored.bytes(tensor.shape.iter().product()),
+                shape: tensor.shape,
+                start: tensor.start,
+                alternating: tensor.alternating,
+            };
+            (tensor.name, entry)
+        });
+        Ok(Self {
+            entries: entries.collect(),
+            shards: vec![gguf.shard()],
+        })
     }
 
     fn add_index(&mut self, dir: &Path, index: &Path) -> Result<()> {
@@ -118,10 +146,12 @@ impl Checkpoint {
             let (a, b) = info.data_offsets;
             let entry = Entry {
                 shard,
-                dtype: info.dtype,
+                kind: format!("{:?}", info.dtype),
+                stored: Float::of(info.dtype).map(Stored::Float),
                 shape: info.shape.clone(),
                 start: data + a,
                 len: b - a,
+                alternating: None,
             };
             if self.entries.insert(name.clone(), entry).is_some() {
                 return Err(damaged(format!(
@@ -160,9 +190,9 @@ impl Checkpoint {
                 entry.shape
             )));
         }
-        let dtype = Float::of(entry.dtype).ok_or_else(|| {
-            Error::failed(format!("tensor `{name}` has dtype {:?}", entry.dtype))
-                .hint("supported: BF16, F16, F32 (quantised checkpoints are not)")
+        let stored = entry.stored.ok_or_else(|| {
+            Error::failed(format!("tensor `{name}` has dtype {}", entry.kind))
+                .hint("supported: BF16, F16, F32, and the quantised types of GGUF files")
         })?;
         let (rows, cols) = match shape {
             [n] => (1, *n),
@@ -172,9 +202,11 @@ impl Checkpoint {
         Ok(Weight {
             file: Arc::clone(&self.shards[entry.shard]),
             start: entry.start,
-            dtype,
+            stored,
             rows,
             cols,
+            // The elements of a vector are not rows.
+            alternating: entry.alternating.filter(|_| shape.len() == 2),
             name: Arc::from(name),
         })
     }
@@ -186,7 +218,9 @@ impl Checkpoint {
     pub fn vector(&self, name: &str, len: usize) -> Result<Vec<f32>> {
         let weight = self.weight(name, &[len])?;
         weight.check_finite()?;
-        Ok(weight.to_vec())
+        let values = weight.to_vec();
+        let alternating = self.entries.get(name).and_then(|entry| entry.alternating);
+        Ok((0..len).map(|i| values[stored_row(i, alternating)]).collect())
     }
 
     /// Returns the model's fingerprint: sha256 over the config fields that decide the forward pass and,
@@ -200,7 +234,7 @@ impl Checkpoint {
         let mut hash = Sha256::new();
         hash.update(config.canonical().to_string().as_bytes());
         for ((name, entry), bytes) in self.entries.iter().zip(samples) {
-            hash.update(format!("\n{name} {:?} {:?}\n", entry.dtype, entry.shape).as_bytes());
+            hash.update(format!("\n{name} {} {:?}\n", entry.kind, entry.shape).as_bytes());
             hash.update(bytes?);
         }
         Ok(hex(&hash.finalize()))
@@ -240,8 +274,8 @@ impl Checkpoint {
 mod tests {
     use std::collections::BTreeMap;
 
-    use safetensors::serialize_to_file;
     use safetensors::tensor::TensorView;
+    use safetensors::{Dtype, serialize_to_file};
 
     use super::*;
     use crate::testing::numbers;

@@ -141,7 +141,7 @@ fn rounded(driver: &dyn Driver, golden: &Golden) {
     let bound = 0.2 * of_rounding + 1e-5 * norm;
     assert!(left < bound, "off by {left}, rounding by {of_rounding}");
     // With weights of 16 bits something was rounded.
-    let sixteen = golden.decoder.layer(0).unwrap().k.weight.dtype() != Float::F32;
+    let sixteen = golden.decoder.layer(0).unwrap().k.weight.float() != Float::F32;
     assert_eq!(of_rounding > 1e-4 * norm, sixteen, "{of_rounding} of {norm}");
     assert_eq!(body(Precision::F32) != actual, sixteen);
 }

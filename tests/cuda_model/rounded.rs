@@ -11,7 +11,7 @@ pub type Round = fn(f64) -> f64;
 
 /// The rounding to the type of a model's weights.
 pub fn rounding(decoder: &Decoder) -> Round {
-    match decoder.layer(0).unwrap().k.weight.dtype() {
+    match decoder.layer(0).unwrap().k.weight.float() {
         Float::F32 => |v| v,
         Float::F16 => |v| f16::from_f64(v).to_f64(),
         Float::Bf16 => |v| bf16::from_f64(v).to_f64(),

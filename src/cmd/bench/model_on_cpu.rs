@@ -43,7 +43,12 @@ pub(super) fn run(args: &ModelArgs, global: &Global) -> Result<()> {
     warn_of_unused(&args.methods, args.caches.kv == KvType::TwoBit, global);
     // What cannot be timed is refused before anything is.
     let open = |path: &PathBuf| -> Result<(String, Decoder)> {
-        Ok((folder::name(path), open_model(path, global.log())?))
+        let decoder = open_model(path, global.log())?;
+        let decoder = match args.weights {
+            Some(weights) => decoder.rounded(weights.quant())?,
+            None => decoder,
+        };
+        Ok((folder::name(path), decoder))
     };
     let opened = args.model.as_ref().map(open).transpose()?;
     let drawn = match &opened {
@@ -71,7 +76,17 @@ pub(super) fn run(args: &ModelArgs, global: &Global) -> Result<()> {
         Some((name, decoder)) => timing.all(name, &CpuForward::new(decoder)?),
         None => drawn.into_iter().try_for_each(|(name, config)| {
             let decoder = random::decoder(config)?;
-            let layers = (0..decoder.config.n_layers).map(|i| random::layer(&decoder.config, i));
+            let decoder = match args.weights {
+                Some(weights) => decoder.rounded(weights.quant())?,
+                None => decoder,
+            };
+            let layers = (0..decoder.config.n_layers).map(|i| {
+                let layer = random::layer(&decoder.config, i)?;
+                match args.weights {
+                    Some(weights) => layer.rounded(weights.quant()),
+                    None => Ok(layer),
+                }
+            });
             let forward = CpuForward::of(&decoder, layers.collect::<Result<_>>()?);
             timing.all(&name, &forward)
         }),
@@ -147,18 +162,19 @@ impl Timing<'_> {
         let rows = counts.bytes(caches.kv, d).unwrap_or_default() as f64 / steps as f64;
         let moved = forward.bytes() as f64 + rows;
         let rate = 1.0 / times.median;
+        let weights = forward.decoder().head.weight.stored().name();
         let mut more = json!({
             "tokens_per_s": rate, "kv_read_fraction": backend.shares(steps)?.read,
             "bytes_read_fraction": counts.bytes_fraction(caches.kv, d), "granule": backend.granule(),
             "bytes_moved_fraction": counts.moved_fraction(caches.kv, d),
             "scratch_bytes_fraction": counts.scratch_fraction(caches.kv, d),
-            "bytes": moved, "weight_bytes": forward.bytes(), "index_bytes": backend.index_bytes(),
+            "bytes": moved, "weights": weights, "weight_bytes": forward.bytes(), "index_bytes": backend.index_bytes(),
             "kv_bytes": backend.kv_bytes(), "context": context, "method": method.as_str(),
         });
         let (rates, said) = against_read_loop(moved, times.median, self.bandwidth);
         merge(&mut more, &rates);
         let shape = format!(
-            "{name}, {context} positions, {}, budget {}",
+            "{name}, {weights} weights, {context} positions, {}, budget {}",
             caches.kv.as_str(),
             caches.budget.value()
         );

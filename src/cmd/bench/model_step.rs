@@ -19,7 +19,7 @@ use crate::cuda::Body;
 use crate::cuda::backend::CudaBackend;
 use crate::cuda::room;
 use crate::error::{Error, Kind, Result};
-use crate::flags::{DeviceFlag, Trimmed, at_least_one};
+use crate::flags::{DeviceFlag, Trimmed, WeightsFlag, at_least_one};
 use crate::interrupt;
 use crate::method::bench::{Bench, TimedOnCuda};
 use crate::method::registry::MethodName;
@@ -50,6 +50,9 @@ pub struct ModelArgs {
     /// On the CPU: time the model in this folder instead, with its own weights
     #[arg(long, value_name = "DIR", conflicts_with_all = ["shapes", "config"], value_parser = model_folder())]
     pub model: Option<PathBuf>,
+    /// On the CPU: round the weights to 8 or 4 bits
+    #[arg(long, value_enum)]
+    pub weights: Option<WeightsFlag>,
     /// Numbers of positions in the cache, up to 16M, such as 8192 or 8K
     #[arg(long, value_name = "N,..", value_delimiter = ',', default_value = "8K,128K", value_parser = parse_context)]
     pub context: Vec<usize>,
@@ -120,6 +123,12 @@ pub fn run(args: &ModelArgs, global: &Global) -> Result<()> {
 /// # Errors
 /// What a GPU cannot do; data larger than any GPU.
 fn settings<'a>(args: &'a ModelArgs, global: &Global) -> Result<Vec<ModelSetting<'a>>> {
+    if args.weights.is_some() {
+        return Err(
+            Error::usage("`bench decode --weights` is available on the CPU only")
+                .hint("omit --weights, or use --device cpu"),
+        );
+    }
     if args.model.is_some() {
         return Err(
             Error::usage("`bench decode --model` is available on the CPU only")

@@ -141,7 +141,7 @@ impl<'a> Turns<'a> {
                     .hint("give one array of token ids inside the outer array, or add --chat, with which each array is a turn"),
             );
         }
-        let exists = args.model.join("tokenizer.json").exists();
+        let exists = Tokenizer::exists(&args.model);
         let opened = exists.then(|| Tokenizer::open(&args.model, &decoder.config));
         let warn = |e| log.warn(&format!("{e}; only token ids are generated, no text is shown"));
         let tokenizer = opened.and_then(|opened| opened.map_err(warn).ok());

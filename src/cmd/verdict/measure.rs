@@ -329,7 +329,7 @@ impl Measurement<'_> {
 
     /// Hides facts, if the model has a tokenizer.
     fn facts(&self, texts: &[Passage]) -> Result<Option<Probe>> {
-        if !self.judging.folder.join("tokenizer.json").is_file() {
+        if !Tokenizer::exists(self.judging.folder) {
             return Ok(None);
         }
         let tokenizer = Tokenizer::open(self.judging.folder, &self.judging.decoder.config)?;
