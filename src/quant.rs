@@ -2,11 +2,15 @@
 //!
 //! Every type stores 32 values with integer codes and a scale, and some with an offset: `x = scale code + offset`. The K types
 //! join eight such chunks into a block of 256 values, with the chunks' scales in 6 or 8 bits; Q6_K has two scales per chunk.
-//! [`Quant::chunk`] decodes any of them into one form, from which values and products are computed.
+//! All are decoded into one form (`Chunk`), from which values and products are computed.
 //!
 //! The layouts are those of ggml (`block_q4_0` to `block_q6_K`); all numbers are little-endian.
 
+mod products;
+
 use half::f16;
+
+pub use products::{RoundedRow, dots};
 
 /// Values of a chunk.
 pub const CHUNK: usize = 32;
@@ -34,15 +38,11 @@ pub enum Quant {
     Q6K,
 }
 
-/// 32 decoded values: value i is `scale[i / 16] * codes[i] + offset`.
-#[derive(Clone, Copy, Debug)]
-pub struct Chunk {
-    /// Integer codes.
-    pub codes: [i8; CHUNK],
-    /// The scales of the two halves.
-    pub scales: [f32; 2],
-    /// The offset of all values.
-    pub offset: f32,
+/// 32 decoded values: value i is `scales[i / 16] * codes[i] + offset`.
+struct Chunk {
+    codes: [i8; CHUNK],
+    scales: [f32; 2],
+    offset: f32,
 }
 
 impl Quant {
@@ -92,36 +92,60 @@ impl Quant {
         values / each * bytes
     }
 
-    /// Decodes chunk `index` of a row's bytes.
+    /// Decodes chunk `at` of a block.
     #[inline(always)]
-    pub fn chunk(self, row: &[u8], index: usize) -> Chunk {
-        let (each, bytes) = self.block();
-        let chunks = each / CHUNK;
-        let block = &row[index / chunks * bytes..][..bytes];
+    fn chunk(self, block: &[u8], at: usize) -> Chunk {
+        let (scales, offset) = self.scales(block, at, |bits| f16::from_bits(bits).to_f32_const());
+        Chunk {
+            codes: self.codes(block, at),
+            scales,
+            offset,
+        }
+    }
+
+    /// Decodes the integer codes of chunk `at` of a block.
+    #[inline(always)]
+    fn codes(self, block: &[u8], at: usize) -> [i8; CHUNK] {
         match self {
-            Self::Q4_0 => Chunk::plain(nibbles(&block[2..], |q| q as i8 - 8), half(block, 0), 0.0),
-            Self::Q4_1 => Chunk::plain(nibbles(&block[4..], |q| q as i8), half(block, 0), half(block, 2)),
-            Self::Q5_0 => Chunk::plain(five_bits(&block[2..], 16), half(block, 0), 0.0),
-            Self::Q5_1 => Chunk::plain(five_bits(&block[4..], 0), half(block, 0), half(block, 2)),
-            Self::Q8_0 => {
-                let mut codes = [0; CHUNK];
-                for (code, q) in codes.iter_mut().zip(&block[2..]) {
-                    *code = *q as i8;
-                }
-                Chunk::plain(codes, half(block, 0), 0.0)
+            Self::Q4_0 => nibbles(&block[2..], |q| q as i8 - 8),
+            Self::Q4_1 => nibbles(&block[4..], |q| q as i8),
+            Self::Q5_0 => five_bits(&block[2..], 16),
+            Self::Q5_1 => five_bits(&block[4..], 0),
+            Self::Q8_0 => std::array::from_fn(|i| block[2 + i] as i8),
+            Self::Q4K => quarter(&block[16..], at, |_| 0),
+            // The fifth bits, 32 bytes, of which each chunk has one bit; then the lower ones.
+            Self::Q5K => quarter(&block[48..], at, |i| (block[16 + i] >> at & 1) << 4),
+            Self::Q6K => {
+                // The lower 4 bits, then the upper 2, in two sides of 128 values.
+                let (side, part) = (at / 4, at % 4);
+                let low = &block[64 * side + 32 * (part % 2)..][..CHUNK];
+                let high = &block[128 + 32 * side..][..CHUNK];
+                std::array::from_fn(|i| {
+                    let low = low[i] >> (4 * (part / 2)) & 15;
+                    (low | (high[i] >> (2 * part) & 3) << 4) as i8 - 32
+                })
             }
-            Self::Q4K => {
-                let at = index % chunks;
-                let codes = quarter(&block[16..], at, |_| 0);
-                Chunk::six_bits(codes, block, at)
+        }
+    }
+
+    /// Returns the scales of the halves of chunk `at` of a block, and the offset of its values. `widen` widens a number in f16.
+    #[inline(always)]
+    fn scales(self, block: &[u8], at: usize, widen: impl Fn(u16) -> f32) -> ([f32; 2], f32) {
+        let half = |at: usize| widen(u16::from_le_bytes([block[at], block[at + 1]]));
+        match self {
+            Self::Q4_0 | Self::Q5_0 | Self::Q8_0 => ([half(0); 2], 0.0),
+            Self::Q4_1 | Self::Q5_1 => ([half(0); 2], half(2)),
+            Self::Q4K | Self::Q5K => {
+                let (scale, offset) = six_bits(&block[4..16], at);
+                ([half(0) * f32::from(scale); 2], -half(2) * f32::from(offset))
             }
-            Self::Q5K => {
-                let at = index % chunks;
-                let high = &block[16..48];
-                let codes = quarter(&block[48..], at, |i| (high[i] >> at & 1) << 4);
-                Chunk::six_bits(codes, block, at)
+            Self::Q6K => {
+                let whole = half(208);
+                (
+                    [0, 1].map(|i| whole * f32::from(block[192 + 2 * at + i] as i8)),
+                    0.0,
+                )
             }
-            Self::Q6K => Chunk::q6(block, index % chunks),
         }
     }
 
@@ -132,8 +156,11 @@ impl Quant {
             first.is_multiple_of(CHUNK) && out.len().is_multiple_of(CHUNK),
             "whole chunks"
         );
+        let (values, bytes) = self.block();
         for (i, out) in out.chunks_exact_mut(CHUNK).enumerate() {
-            self.chunk(row, first / CHUNK + i).values(out);
+            let at = first + i * CHUNK;
+            let block = &row[at / values * bytes..][..bytes];
+            self.chunk(block, at % values / CHUNK).values(out);
         }
     }
 }
@@ -175,154 +202,15 @@ impl Quant {
 }
 
 impl Chunk {
-    #[inline(always)]
-    fn plain(codes: [i8; CHUNK], scale: f32, offset: f32) -> Self {
-        Self {
-            codes,
-            scales: [scale; 2],
-            offset,
-        }
-    }
-
-    /// Makes chunk `at` of a block of Q4_K or Q5_K: f16 scale and offset of the block, then the chunks' scales and offsets in
-    /// 6 bits.
-    #[inline(always)]
-    fn six_bits(codes: [i8; CHUNK], block: &[u8], at: usize) -> Self {
-        let packed = &block[4..16];
-        let (scale, offset) = match at < 4 {
-            true => (packed[at] & 63, packed[at + 4] & 63),
-            // The upper two bits are those of the first chunks' bytes.
-            false => (
-                packed[at + 4] & 15 | packed[at - 4] >> 6 << 4,
-                packed[at + 4] >> 4 | packed[at] >> 6 << 4,
-            ),
-        };
-        let (scale, offset) = (
-            half(block, 0) * f32::from(scale),
-            half(block, 2) * f32::from(offset),
-        );
-        Self::plain(codes, scale, -offset)
-    }
-
-    /// Decodes chunk `at` of a block of Q6_K: the codes' lower 4 bits, their upper 2 bits, scales in 8 bits, f16 scale of the
-    /// block.
-    #[inline(always)]
-    fn q6(block: &[u8], at: usize) -> Self {
-        let (side, part) = (at / 4, at % 4);
-        let low = &block[64 * side + 32 * (part % 2)..][..CHUNK];
-        let high = &block[128 + 32 * side..][..CHUNK];
-        let mut codes = [0; CHUNK];
-        for ((code, low), high) in codes.iter_mut().zip(low).zip(high) {
-            let low = low >> (4 * (part / 2)) & 15;
-            *code = (low | (high >> (2 * part) & 3) << 4) as i8 - 32;
-        }
-        let scale = |i: usize| half(block, 208) * f32::from(block[192 + 2 * at + i] as i8);
-        Self {
-            codes,
-            scales: [scale(0), scale(1)],
-            offset: 0.0,
-        }
-    }
-
     /// Computes the 32 values.
     #[inline(always)]
-    pub fn values(&self, out: &mut [f32]) {
+    fn values(&self, out: &mut [f32]) {
         for (h, out) in out.chunks_exact_mut(CHUNK / 2).enumerate() {
             for (out, code) in out.iter_mut().zip(&self.codes[h * CHUNK / 2..]) {
                 *out = self.scales[h] * f32::from(*code) + self.offset;
             }
         }
     }
-}
-
-/// A row of inputs with 8 bits per value, and a scale for each chunk: value i is about `scales[i / 32] * codes[i]`.
-pub struct RoundedRow {
-    codes: Vec<[i8; CHUNK]>,
-    scales: Vec<f32>,
-    /// The sum of each chunk's rounded values.
-    sums: Vec<f32>,
-}
-
-impl RoundedRow {
-    /// Rounds the values to a grid of which each chunk's largest one is the 127th point; whole chunks.
-    pub fn new(x: &[f32]) -> Self {
-        let mut row = Self {
-            codes: Vec::new(),
-            scales: Vec::new(),
-            sums: Vec::new(),
-        };
-        for x in x.chunks_exact(CHUNK) {
-            let largest = x.iter().fold(0.0f32, |a, x| a.max(x.abs()));
-            let scale = largest / 127.0;
-            // A chunk of zeros, or of numbers so small that their scale is zero.
-            let inverse = if scale > 0.0 { 1.0 / scale } else { 0.0 };
-            let mut codes = [0; CHUNK];
-            for (code, x) in codes.iter_mut().zip(x) {
-                *code = (x * inverse).round_ties_even() as i8;
-            }
-            let sum: i32 = codes.iter().map(|code| i32::from(*code)).sum();
-            row.sums.push(scale * sum as f32);
-            row.codes.push(codes);
-            // The maximum skips NaN.
-            let is_finite = x.iter().all(|x| x.is_finite());
-            row.scales.push(if is_finite { scale } else { f32::NAN });
-        }
-        row
-    }
-}
-
-/// Computes the products of a quantised row with rounded rows of inputs.
-///
-/// # Numerics
-/// The integer products of a chunk are summed exactly; chunks are added in order, in f32. The bits are the same on every
-/// instruction set and do not depend on the number of rows.
-#[multiversion::multiversion(targets("x86_64+avx512f+avx512bw", "x86_64+avx2"))]
-pub fn dots(quant: Quant, row: &[u8], x: &[RoundedRow], out: &mut [f32]) {
-    // Each type has its own loop.
-    match quant {
-        Quant::Q4_0 => dots_of(Quant::Q4_0, row, x, out),
-        Quant::Q4_1 => dots_of(Quant::Q4_1, row, x, out),
-        Quant::Q5_0 => dots_of(Quant::Q5_0, row, x, out),
-        Quant::Q5_1 => dots_of(Quant::Q5_1, row, x, out),
-        Quant::Q8_0 => dots_of(Quant::Q8_0, row, x, out),
-        Quant::Q4K => dots_of(Quant::Q4K, row, x, out),
-        Quant::Q5K => dots_of(Quant::Q5K, row, x, out),
-        Quant::Q6K => dots_of(Quant::Q6K, row, x, out),
-    }
-}
-
-#[inline(always)]
-fn dots_of(quant: Quant, row: &[u8], x: &[RoundedRow], out: &mut [f32]) {
-    let (values, bytes) = quant.block();
-    out.fill(0.0);
-    for i in 0..row.len() / bytes * (values / CHUNK) {
-        let chunk = quant.chunk(row, i);
-        for (out, x) in out.iter_mut().zip(x) {
-            let sums = halves(&chunk.codes, &x.codes[i]);
-            let sum = chunk.scales[0] * sums[0] as f32 + chunk.scales[1] * sums[1] as f32;
-            *out += x.scales[i] * sum + chunk.offset * x.sums[i];
-        }
-    }
-}
-
-/// Sums the products of each half of two chunks.
-#[inline(always)]
-fn halves(a: &[i8; CHUNK], b: &[i8; CHUNK]) -> [i32; 2] {
-    let mut out = [0; 2];
-    for (h, out) in out.iter_mut().enumerate() {
-        let half = h * CHUNK / 2..(h + 1) * CHUNK / 2;
-        for (a, b) in a[half.clone()].iter().zip(&b[half]) {
-            *out += i32::from(*a) * i32::from(*b);
-        }
-    }
-    out
-}
-
-/// Reads the f16 number at a byte of a block.
-#[inline(always)]
-fn half(block: &[u8], at: usize) -> f32 {
-    // Without a test for the instruction that converts, which each call of `to_f32` would make.
-    f16::from_le_bytes([block[at], block[at + 1]]).to_f32_const()
 }
 
 /// Splits 16 bytes into the codes of their lower and then of their upper halves.
@@ -340,120 +228,29 @@ fn nibbles(bytes: &[u8], code: impl Fn(u8) -> i8) -> [i8; CHUNK] {
 #[inline(always)]
 fn five_bits(bytes: &[u8], minus: i8) -> [i8; CHUNK] {
     let high = u32::from_le_bytes([bytes[0], bytes[1], bytes[2], bytes[3]]);
-    let mut out = nibbles(&bytes[4..], |q| q as i8);
-    for (i, code) in out.iter_mut().enumerate() {
-        *code = (*code | ((high >> i & 1) << 4) as i8) - minus;
-    }
-    out
+    let low = nibbles(&bytes[4..], |q| q as i8);
+    std::array::from_fn(|i| (low[i] | ((high >> i & 1) << 4) as i8) - minus)
 }
 
 /// Decodes chunk `at` of the K types with 4 bits: two chunks share 32 bytes. `high` gives the upper bits of a code.
 #[inline(always)]
 fn quarter(bytes: &[u8], at: usize, high: impl Fn(usize) -> u8) -> [i8; CHUNK] {
     let bytes = &bytes[at / 2 * CHUNK..][..CHUNK];
-    let mut out = [0; CHUNK];
-    for (i, (code, byte)) in out.iter_mut().zip(bytes).enumerate() {
-        *code = (byte >> (4 * (at % 2)) & 15 | high(i)) as i8;
+    std::array::from_fn(|i| (bytes[i] >> (4 * (at % 2)) & 15 | high(i)) as i8)
+}
+
+/// Reads the scale and the offset of chunk `at`, in 6 bits, of the 12 bytes that a block has for them.
+#[inline(always)]
+fn six_bits(packed: &[u8], at: usize) -> (u8, u8) {
+    match at < 4 {
+        true => (packed[at] & 63, packed[at + 4] & 63),
+        // The upper two bits are those of the first chunks' bytes.
+        false => (
+            packed[at + 4] & 15 | packed[at - 4] >> 6 << 4,
+            packed[at + 4] >> 4 | packed[at] >> 6 << 4,
+        ),
     }
-    out
 }
 
 #[cfg(test)]
-mod tests {
-    use super::*;
-    use crate::testing::{numbers, values};
-
-    /// A row of so many random blocks, with scales that are ordinary numbers.
-    fn row(quant: Quant, blocks: usize, seed: u32) -> Vec<u8> {
-        let mut next = numbers(seed);
-        let (_, bytes) = quant.block();
-        let mut out: Vec<u8> = (0..blocks * bytes).map(|_| (next() >> 24) as u8).collect();
-        let scales: &[usize] = match quant {
-            Quant::Q4_0 | Quant::Q5_0 | Quant::Q8_0 => &[0],
-            Quant::Q6K => &[208],
-            _ => &[0, 2],
-        };
-        for block in out.chunks_exact_mut(bytes) {
-            for at in scales {
-                // From 2^-8 to 2^-4, of either sign.
-                let exponent = 7 + (next() >> 30) as u16;
-                let bits = (block[*at + 1] as u16 & 0x80) << 8 | exponent << 10 | u16::from(block[*at]);
-                block[*at..*at + 2].copy_from_slice(&bits.to_le_bytes());
-            }
-        }
-        out
-    }
-
-    #[test]
-    fn products_are_those_of_the_values() {
-        for (quant, _) in Quant::ALL {
-            let (values_of, _) = quant.block();
-            for blocks in [1, 3, 10] {
-                let row = row(quant, blocks, 7);
-                let n = blocks * values_of;
-                let mut wide = vec![0.0; n];
-                quant.read(&row, 0, &mut wide);
-                let inputs: Vec<Vec<f32>> = (0..4).map(|seed| values(n, seed + 1)).collect();
-                let rounded: Vec<RoundedRow> = inputs.iter().map(|x| RoundedRow::new(x)).collect();
-                let mut out = vec![f32::NAN; 4];
-                dots(quant, &row, &rounded, &mut out);
-                for ((out, x), of) in out.iter().zip(&inputs).zip(&rounded) {
-                    let rounded = |i: usize| of.scales[i / CHUNK] * f32::from(of.codes[i / CHUNK][i % CHUNK]);
-                    let terms = (0..n).map(|i| f64::from(wide[i]) * f64::from(rounded(i)));
-                    let (sum, size) = terms.fold((0.0, 0.0), |(s, a), t| (s + t, a + t.abs()));
-                    assert!(
-                        (f64::from(*out) - sum).abs() <= 1e-5 * size,
-                        "{quant:?} {blocks}: {out} {sum}"
-                    );
-                    // Half a point of the grid, and the rounding of the scale.
-                    let most = |chunk: usize| {
-                        x[chunk * CHUNK..][..CHUNK]
-                            .iter()
-                            .fold(0.0f32, |a, x| a.max(x.abs()))
-                    };
-                    for (i, x) in x.iter().enumerate() {
-                        assert!(
-                            (x - rounded(i)).abs() <= most(i / CHUNK) / 253.9,
-                            "{x} {}",
-                            rounded(i)
-                        );
-                    }
-                    // Alone, the bits are the same.
-                    let mut alone = [f32::NAN];
-                    dots(quant, &row, std::slice::from_ref(of), &mut alone);
-                    assert_eq!(alone[0].to_bits(), out.to_bits());
-                }
-            }
-        }
-    }
-
-    #[test]
-    fn parts_of_a_row_are_those_of_the_row() {
-        for (quant, _) in Quant::ALL {
-            let (values_of, _) = quant.block();
-            let row = row(quant, 3, 5);
-            let mut all = vec![f32::NAN; 3 * values_of];
-            quant.read(&row, 0, &mut all);
-            for first in (0..all.len()).step_by(CHUNK) {
-                let mut part = [f32::NAN; CHUNK];
-                quant.read(&row, first, &mut part);
-                assert_eq!(part, all[first..first + CHUNK]);
-            }
-        }
-    }
-
-    #[test]
-    fn inputs_that_are_not_finite_make_products_that_are_not() {
-        let row = row(Quant::Q8_0, 2, 3);
-        for bad in [f32::NAN, f32::INFINITY] {
-            let mut x = vec![1.0; 64];
-            x[40] = bad;
-            let mut out = [0.0];
-            dots(Quant::Q8_0, &row, &[RoundedRow::new(&x)], &mut out);
-            assert!(!out[0].is_finite(), "{bad}: {out:?}");
-        }
-        let mut out = [f32::NAN];
-        dots(Quant::Q8_0, &row, &[RoundedRow::new(&[0.0; 64])], &mut out);
-        assert_eq!(out, [0.0]);
-    }
-}
+mod tests;

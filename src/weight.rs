@@ -100,11 +100,14 @@ impl Weight {
         })
     }
 
-    /// Rounds the values to a quantised type, in a temporary file.
+    /// Rounds the values to a quantised type, in a temporary file; without a type, nothing changes.
     ///
     /// # Errors
     /// Rows that are not whole blocks; a temporary file that cannot be written.
-    pub fn rounded(&self, quant: Quant) -> Result<Self> {
+    pub fn rounded(&self, quant: Option<Quant>) -> Result<Self> {
+        let Some(quant) = quant else {
+            return Ok(self.clone());
+        };
         let (values, _) = quant.block();
         if !self.cols.is_multiple_of(values) {
             return Err(Error::failed(format!(
@@ -258,17 +261,7 @@ pub(crate) fn stored_row(row: usize, alternating: Option<usize>) -> usize {
 
 #[multiversion::multiversion(targets("x86_64+avx512f+avx512bw", "x86_64+avx2"))]
 fn read_quantised(quant: Quant, row: &[u8], first: usize, out: &mut [f32]) {
-    // Each type has its own loop.
-    match quant {
-        Quant::Q4_0 => Quant::Q4_0.read(row, first, out),
-        Quant::Q4_1 => Quant::Q4_1.read(row, first, out),
-        Quant::Q5_0 => Quant::Q5_0.read(row, first, out),
-        Quant::Q5_1 => Quant::Q5_1.read(row, first, out),
-        Quant::Q8_0 => Quant::Q8_0.read(row, first, out),
-        Quant::Q4K => Quant::Q4K.read(row, first, out),
-        Quant::Q5K => Quant::Q5K.read(row, first, out),
-        Quant::Q6K => Quant::Q6K.read(row, first, out),
-    }
+    quant.read(row, first, out);
 }
 
 /// One mapped file of a checkpoint.

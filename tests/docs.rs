@@ -13,7 +13,7 @@ use kvsmith::method::triattention::MeanQueries;
 use kvsmith::method::wpq::HeadCodebooks;
 use kvsmith::method::{doublesparsity, triattention};
 use kvsmith::model::Decoder;
-use kvsmith::model::decoder::rotated;
+use kvsmith::model::layer::rotated;
 use ndarray::{ArrayView2, Axis, s};
 use serde_json::{Value, json};
 

@@ -11,13 +11,13 @@ use kvsmith::model::{Decoder, ModelConfig};
 use kvsmith::quant::{CHUNK, Quant};
 use kvsmith::runner::Session;
 use kvsmith::store::Store;
-use ndarray::{Array2, Array3, Axis};
+use ndarray::Array1;
 use rand::{Rng, SeedableRng};
 use rand_chacha::ChaCha8Rng;
 use serde_json::Value;
 
-use crate::common::golden::{Golden, generate, options, worst};
-use crate::common::{Scratch, checkpoint, kvsmith, relative_error};
+use crate::common::golden::{Golden, check_states, exact_logits, generate, options, worst};
+use crate::common::{Scratch, checkpoint, kvsmith};
 
 const CASES: [&str; 4] = ["llama_linear", "llama_llama3", "qwen2_bias", "qwen3_yarn"];
 
@@ -38,25 +38,7 @@ fn golden(case: &str) -> Golden {
 fn states_and_tokens_are_those_of_transformers() {
     for case in CASES {
         let golden = golden(case);
-        let c = &golden.decoder.config;
-        let mut hidden: Array2<f32> = golden.decoder.embed(&golden.ids).unwrap();
-        for i in 0..c.n_layers {
-            let layer = golden.decoder.layer(i).unwrap();
-            layer.forward(&golden.decoder.rope, hidden.view_mut(), |states, k_rope| {
-                let check = |tensor: &str, heads, actual: &Array3<f32>| {
-                    let expected = golden.tensor(&format!("layer{i}.{tensor}"), heads);
-                    let error = relative_error(actual, &expected);
-                    assert!(error < 1e-4, "{case} layer {i} {tensor}: {error}");
-                };
-                check("q_pre", c.n_heads, &states.q_pre);
-                check("k_pre", c.n_kv_heads, &states.k_pre);
-                check("v", c.n_kv_heads, &states.v);
-                check("k_rope", c.n_kv_heads, k_rope);
-            });
-        }
-        let logits = golden.decoder.logits(hidden.row(golden.ids.len() - 1)).unwrap();
-        let off = worst(&logits, &golden.logits().into());
-        assert!(off < 1e-3, "{case}: logits off by {off}");
+        check_states(case, &golden);
         let prepared = golden.method("full");
         let mut session = Session::on_cpu(
             &golden.decoder,
@@ -124,29 +106,23 @@ fn values_are_rounded_as_by_gguf() {
 #[test]
 fn steps_of_a_quantised_model_are_close_to_its_prompts() {
     let decoder = Decoder::open(&fixture("mixed.gguf")).unwrap();
-    let kinds: Vec<&str> = decoder
-        .layer(0)
-        .unwrap()
-        .weights()
-        .iter()
-        .map(|w| w.stored().name())
-        .collect();
+    let layer = decoder.layer(0).unwrap();
+    let kinds: Vec<&str> = layer.weights().iter().map(|w| w.stored().name()).collect();
     assert_eq!(kinds, ["Q4_K", "Q6_K", "Q5_K", "Q5_1", "Q4_1", "Q6_K", "Q5_0"]);
     assert_eq!(decoder.head.weight.stored().name(), "Q4_0");
     let ids: Vec<u32> = (0..24).map(|i| i * 29 % 64).collect();
-    let layer = decoder.layer(0).unwrap();
-    let mut exact = decoder.embed(&ids).unwrap();
-    layer.forward(&decoder.rope, exact.view_mut(), |_, _| ());
-    // More than four rows are multiplied with the values themselves.
-    let wide = decoder.logits_of(exact.view()).unwrap();
     let full = crate::common::prepared(crate::common::method("full"), None, &decoder);
     let mut session = Session::on_cpu(&decoder, full.as_ref(), options("1.0", KvType::F32), 64).unwrap();
     session.prefill(&ids[..6]).unwrap();
-    let size = (wide.iter().map(|x| x * x).sum::<f32>() / wide.len() as f32).sqrt();
-    for (i, id) in ids.iter().enumerate().skip(6) {
-        let found = session.step(*id).unwrap();
-        let off = worst(&found, &wide.index_axis(Axis(0), i).to_owned());
-        assert!(off > 0.0 && off < 0.05 * size, "step {i}: off by {off} of {size}");
+    for n in 7..=ids.len() {
+        let exact = exact_logits(&decoder, &ids[..n], |_, _, _| ());
+        let found = session.step(ids[n - 1]).unwrap();
+        let norm = |x: &Array1<f32>| x.dot(x).sqrt();
+        let off = norm(&(&found - &exact)) / norm(&exact);
+        println!("{n} tokens: logits off by {off:.1e}");
+        // A point of the grid is about 1 / 50 of a chunk's root mean square, and rounding is off by 0.3 points: by 0.006 in each of
+        // five products in a row, which add up to 0.013; the caches of earlier steps have such errors too.
+        assert!(off > 0.0 && off < 0.02, "{n} tokens: logits off by {off}");
     }
 }
 
@@ -221,14 +197,18 @@ fn commands_take_a_file_or_its_folder() {
             "run --model {model} --artifact {artifact} --method wpq --tokens {prompt} --max-new 4 --json -q {more}"
         ))
     };
-    let of_file = run(&model.display().to_string(), "").ok().json();
-    assert_eq!(of_file["tokens"], run(&folder, "").ok().json()["tokens"]);
+    let ids = |model: &str, more: &str| {
+        let ids = run(model, more).ok().json()["ids"].clone();
+        assert_eq!(ids.as_array().unwrap().len(), 4);
+        ids
+    };
+    let of_file = ids(&model.display().to_string(), "");
+    assert_eq!(of_file, ids(&folder, ""));
     // The folder that it was made from is another model.
     run(&checkpoint("llama_llama3"), "").fails(1, "was made for another model", "add --force");
-    let of_folder = run(&checkpoint("llama_llama3"), "--force").ok().json();
-    assert_eq!(of_file["tokens"], of_folder["tokens"]);
-    let plan = kvsmith(&format!("plan --model {folder} --json -q")).ok().json();
-    assert!(plan.is_object());
+    assert_eq!(of_file, ids(&checkpoint("llama_llama3"), "--force"));
+    let plan = kvsmith(&format!("plan --model {folder}")).ok().stdout;
+    assert!(plan.contains("tiny-q"), "{plan}");
 }
 
 #[test]
@@ -238,7 +218,7 @@ fn weights_are_rounded_on_request() {
     let logits = |weights: Option<Quant>| {
         let mut decoder = Decoder::open(&model).unwrap();
         if let Some(weights) = weights {
-            decoder = decoder.rounded(weights).unwrap();
+            decoder = decoder.rounded(Some(weights)).unwrap();
             assert_eq!(decoder.stored().unwrap().name(), weights.name());
             assert_eq!(decoder.head.weight.stored().name(), weights.name());
         }

@@ -116,12 +116,11 @@ impl Reading {
     /// # Errors
     /// A device other than the CPU; a temporary file that cannot be written.
     pub(super) fn rounded(&self, decoder: Decoder, device: &dyn Device) -> Result<Decoder> {
-        match self.weights {
-            None => Ok(decoder),
-            Some(_) if device.cuda().is_some() => Err(Error::usage("--weights is available on the CPU only")
-                .hint("omit --weights, or use --device cpu")),
-            Some(weights) => decoder.rounded(weights.quant()),
+        if self.weights.is_some() && device.cuda().is_some() {
+            return Err(Error::usage("--weights is available on the CPU only")
+                .hint("omit --weights, or use --device cpu"));
         }
+        decoder.rounded(self.weights.map(WeightsFlag::quant))
     }
 
     /// Returns the artifact's file, if one is given.

@@ -1,30 +1,20 @@
-//! The decoder's forward pass in f32, with a seam between the projections and the attention.
-//!
-//! A layer runs in three steps, so that callers can insert their own attention: [`Layer::project`] gives
-//! pre-RoPE q, k and v, the caller attends, and [`Layer::finish`] adds the attention output and the MLP
-//! to the residual stream. [`Layer::forward`] is all three with exact causal attention.
+//! A checkpoint that is ready to run: the embedding, the layers, opened one by one, and the output projection. Everything is
+//! computed in f32.
 
 use std::path::Path;
 
-use ndarray::{Array1, Array2, Array3, ArrayView1, ArrayView2, ArrayViewMut2, ArrayViewMut3, Axis, s};
-use rayon::prelude::*;
+use ndarray::{Array1, Array2, ArrayView1, ArrayView2, Axis};
 
 use super::config::ModelConfig;
-use super::rope::{Rope, RopeTable};
+use super::layer::{Layer, States, rms_rows};
+use super::rope::Rope;
 use super::weights::Checkpoint;
-use crate::compute::attention;
 use crate::compute::layout::{elements, elements_mut};
-use crate::compute::linear::{FEW, Linear, forward_all, packed_floats};
+use crate::compute::linear::Linear;
 use crate::compute::simd;
 use crate::error::{Error, Result};
 use crate::quant::Quant;
 use crate::weight::{Stored, Weight};
-
-/// Values that are worth copying on several threads.
-const PARALLEL: usize = 1 << 15;
-
-/// Rows that pass a projection together; bounds the memory of the wide intermediate results.
-const ROWS: usize = 2048;
 
 /// An opened checkpoint, ready to run.
 pub struct Decoder {
@@ -42,54 +32,6 @@ pub struct Decoder {
     pub head: Linear,
     /// The type to which the weights of layers are rounded when they are opened.
     pub(super) rounds_to: Option<Quant>,
-}
-
-/// One decoder layer, as views of the mapped weights.
-pub struct Layer {
-    /// Number of the layer, from 0.
-    pub index: usize,
-    /// Number of query heads, h.
-    pub n_heads: usize,
-    /// Number of KV heads, g.
-    pub n_kv_heads: usize,
-    /// Number of channels per head, d.
-    pub head_dim: usize,
-    /// Epsilon of every RMS norm.
-    pub eps: f32,
-    /// Number of visible positions, the current one included; `None` = all.
-    pub window: Option<usize>,
-    /// Weight of the RMS norm before the q, k and v projections, `[hidden]`.
-    pub input_norm: Vec<f32>,
-    /// `[h d, hidden]`.
-    pub q: Linear,
-    /// `[g d, hidden]`.
-    pub k: Linear,
-    /// `[g d, hidden]`.
-    pub v: Linear,
-    /// `[hidden, h d]`.
-    pub o: Linear,
-    /// Weight of the RMS norm over each head of q, `[d]`.
-    pub q_norm: Option<Vec<f32>>,
-    /// Weight of the RMS norm over each head of k, `[d]`.
-    pub k_norm: Option<Vec<f32>>,
-    /// Weight of the RMS norm before the MLP, `[hidden]`.
-    pub mlp_norm: Vec<f32>,
-    /// `[intermediate, hidden]`.
-    pub gate: Linear,
-    /// `[intermediate, hidden]`.
-    pub up: Linear,
-    /// `[hidden, intermediate]`.
-    pub down: Linear,
-}
-
-/// A layer's q, k and v for m rows, after bias and q/k norm and before rotation.
-pub struct States {
-    /// `[h,m,d]`.
-    pub q_pre: Array3<f32>,
-    /// `[g,m,d]`.
-    pub k_pre: Array3<f32>,
-    /// `[g,m,d]`.
-    pub v: Array3<f32>,
 }
 
 impl Decoder {
@@ -121,14 +63,14 @@ impl Decoder {
         Ok(decoder)
     }
 
-    /// Rounds the output projection now, and the weights of each layer when it is opened, to a quantised type; no calibration
-    /// chooses how. The embedding keeps its type.
+    /// Rounds the output projection now, and the weights of each layer when it is opened, to a quantised type, if one is given;
+    /// no calibration chooses how. The embedding keeps its type.
     ///
     /// # Errors
     /// Rows that are not whole blocks; a temporary file that cannot be written.
-    pub fn rounded(mut self, quant: Quant) -> Result<Self> {
+    pub fn rounded(mut self, quant: Option<Quant>) -> Result<Self> {
         self.head.weight = self.head.weight.rounded(quant)?;
-        self.rounds_to = Some(quant);
+        self.rounds_to = quant;
         Ok(self)
     }
 
@@ -185,10 +127,7 @@ impl Decoder {
             up: linear("mlp.up_proj", c.intermediate_size, hidden, c.mlp_bias)?,
             down: linear("mlp.down_proj", hidden, c.intermediate_size, c.mlp_bias)?,
         };
-        match self.rounds_to {
-            Some(quant) => layer.rounded(quant),
-            None => Ok(layer),
-        }
+        layer.rounded(self.rounds_to)
     }
 
     /// Looks up the embeddings of `ids`: `[n, hidden]`.
@@ -265,230 +204,4 @@ impl Decoder {
             .hint("check the checkpoint; its activations overflow f32")
         })
     }
-}
-
-/// Returns the bytes of the padded copy of a projection's inputs, once blocks of up to `rows` rows have passed the model on
-/// the CPU: the thread keeps it for the next projection. `finished` says whether the outputs of layers are computed.
-pub fn kept_bytes(c: &ModelConfig, rows: usize, finished: bool) -> usize {
-    let width = match finished {
-        true => c.hidden_size.max(c.n_heads * c.head_dim).max(c.intermediate_size),
-        false => c.hidden_size,
-    };
-    packed_floats(rows.min(ROWS), width) * size_of::<f32>()
-}
-
-/// Returns the bytes of memory that a block of `rows` rows takes while it passes a layer on the CPU, in addition to its
-/// hidden states and to [`kept_bytes`]; `finished` says whether the layer's output is computed too.
-pub fn block_bytes(c: &ModelConfig, rows: usize, finished: bool) -> usize {
-    let (q, kv) = (c.n_heads * c.head_dim, c.n_kv_heads * c.head_dim);
-    let (hidden, inter) = (c.hidden_size, c.intermediate_size);
-    let chunk = rows.min(ROWS);
-    let states = rows * (q + 2 * kv);
-    let table = rows * c.head_dim;
-    let project = states + chunk * (hidden + q);
-    // The rotated keys, the queries of which the moments are computed, and the rotation tables of both.
-    let tap = states + rows * kv + 2 * table + chunk * q;
-    let attend = states + rows * (kv + q) + table;
-    let finish = rows * q + table + chunk * (2 * hidden + 2 * inter);
-    let passes = match finished {
-        true => vec![project, tap, attend, finish],
-        false => vec![project, tap],
-    };
-    let floats = passes.into_iter().max().unwrap_or(0);
-    floats * size_of::<f32>()
-}
-
-impl Layer {
-    /// Computes pre-RoPE q, k and v of every row of `hidden`, `[m, hidden]`.
-    pub fn project(&self, hidden: ArrayView2<f32>) -> States {
-        let empty = |heads| Array3::zeros((heads, hidden.nrows(), self.head_dim));
-        let mut states = States {
-            q_pre: empty(self.n_heads),
-            k_pre: empty(self.n_kv_heads),
-            v: empty(self.n_kv_heads),
-        };
-        for (i, hidden) in hidden.axis_chunks_iter(Axis(0), ROWS).enumerate() {
-            let rows = i * ROWS..i * ROWS + hidden.nrows();
-            let mut normed = Array2::zeros(hidden.dim());
-            rms_rows(hidden, &self.input_norm, self.eps, normed.view_mut());
-            let mut all = [
-                (&self.q, self.q_norm.as_ref(), &mut states.q_pre),
-                (&self.k, self.k_norm.as_ref(), &mut states.k_pre),
-                (&self.v, None, &mut states.v),
-            ];
-            // Many rows pass one projection after the other, so that the results of one alone take memory.
-            let at_once = if rows.len() <= FEW { all.len() } else { 1 };
-            for part in all.chunks_mut(at_once) {
-                let empty =
-                    |(linear, ..): &(&Linear, _, _)| Array2::zeros((rows.len(), linear.weight.rows()));
-                let mut flat: Vec<Array2<f32>> = part.iter().map(empty).collect();
-                let outputs = part.iter().zip(&mut flat);
-                forward_all(
-                    normed.view(),
-                    outputs.map(|(of, flat)| (of.0, flat.view_mut())).collect(),
-                );
-                for ((_, norm, out), flat) in part.iter_mut().zip(&flat) {
-                    let norm = norm.map(|w| (w.as_slice(), self.eps));
-                    split_heads(flat.view(), norm, out.slice_mut(s![.., rows.clone(), ..]));
-                }
-            }
-        }
-        states
-    }
-
-    /// Adds the attention output `attended`, `[m, h d]`, and then the MLP to `hidden`, `[m, hidden]`.
-    pub fn finish(&self, mut hidden: ArrayViewMut2<f32>, attended: ArrayView2<f32>) {
-        let width = hidden.ncols();
-        assert_eq!(hidden.nrows(), attended.nrows(), "attention output per row");
-        let attended = attended.axis_chunks_iter(Axis(0), ROWS);
-        for (mut hidden, attended) in hidden.axis_chunks_iter_mut(Axis(0), ROWS).zip(attended) {
-            let m = hidden.nrows();
-            let mut delta = Array2::zeros((m, width));
-            self.o.forward(attended, delta.view_mut());
-            hidden += &delta;
-            let mut normed = Array2::zeros((m, width));
-            rms_rows(hidden.view(), &self.mlp_norm, self.eps, normed.view_mut());
-            let mut gate = Array2::zeros((m, self.gate.weight.rows()));
-            let mut up = Array2::zeros(gate.dim());
-            forward_all(
-                normed.view(),
-                vec![(&self.gate, gate.view_mut()), (&self.up, up.view_mut())],
-            );
-            gate.axis_iter_mut(Axis(0))
-                .into_par_iter()
-                .zip(up.axis_iter(Axis(0)))
-                .for_each(|(mut gate, up)| simd::silu_mul(elements_mut(&mut gate), elements(&up)));
-            drop(up);
-            self.down.forward(gate.view(), delta.view_mut());
-            hidden += &delta;
-        }
-    }
-
-    /// Runs the whole layer over a block that starts at position 0, with exact attention.
-    ///
-    /// `tap` sees the pre-RoPE states and the rotated keys.
-    pub fn forward(
-        &self,
-        rope: &Rope,
-        mut hidden: ArrayViewMut2<f32>,
-        tap: impl FnOnce(&States, &Array3<f32>),
-    ) {
-        let m = hidden.nrows();
-        let mut states = self.project(hidden.view());
-        let table = rope.table(0..m);
-        let k_rope = rotated(&states.k_pre, &table);
-        tap(&states, &k_rope);
-        // In place, since nothing reads the unrotated queries from here on.
-        rotate(&mut states.q_pre, &table);
-        let mut attended = Array2::zeros((m, self.n_heads * self.head_dim));
-        attention::causal(
-            states.q_pre.view(),
-            k_rope.view(),
-            states.v.view(),
-            0,
-            self.window,
-            attended.view_mut(),
-        );
-        drop(states);
-        drop(k_rope);
-        self.finish(hidden.view_mut(), attended.view());
-    }
-
-    /// Rounds the weights of the projections to a quantised type.
-    ///
-    /// # Errors
-    /// Rows that are not whole blocks; a temporary file that cannot be written.
-    pub fn rounded(mut self, quant: Quant) -> Result<Self> {
-        let Self {
-            q,
-            k,
-            v,
-            o,
-            gate,
-            up,
-            down,
-            ..
-        } = &mut self;
-        for linear in [q, k, v, o, gate, up, down] {
-            linear.weight = linear.weight.rounded(quant)?;
-        }
-        Ok(self)
-    }
-
-    /// Lists the weights of the layer's projections.
-    pub fn weights(&self) -> Vec<&Weight> {
-        [
-            &self.q, &self.k, &self.v, &self.o, &self.gate, &self.up, &self.down,
-        ]
-        .map(|l| &l.weight)
-        .to_vec()
-    }
-
-    /// Returns the bytes of the projections' weights in the checkpoint.
-    pub fn bytes(&self) -> usize {
-        self.weights().into_iter().map(Weight::bytes).sum()
-    }
-
-    /// Gives the layer's file pages back to the system.
-    pub fn release(&self) {
-        Weight::release(&self.weights());
-    }
-}
-
-/// Returns a rotated copy of `[heads, m, d]`; row i is rotated by the i-th position of the table.
-pub fn rotated(x: &Array3<f32>, table: &RopeTable) -> Array3<f32> {
-    let mut y = x.clone();
-    rotate(&mut y, table);
-    y
-}
-
-/// Returns a copy of `[heads, m, d]` with every row rotated by the position at index `at` of the table.
-pub fn rotated_to(x: &Array3<f32>, table: &RopeTable, at: usize) -> Array3<f32> {
-    let mut y = x.clone();
-    for mut vector in y.lanes_mut(Axis(2)) {
-        table.rotate(elements_mut(&mut vector), at);
-    }
-    y
-}
-
-/// Rotates `[heads, m, d]` in place; row i by the i-th position of the table.
-pub fn rotate(x: &mut Array3<f32>, table: &RopeTable) {
-    x.axis_iter_mut(Axis(0)).into_par_iter().for_each(|mut head| {
-        for (row, mut vector) in head.rows_mut().into_iter().enumerate() {
-            table.rotate(elements_mut(&mut vector), row);
-        }
-    });
-}
-
-/// Splits `[m, heads d]` into `[heads, m, d]`, with an optional RMS norm (weight, eps) over each head.
-fn split_heads(flat: ArrayView2<f32>, norm: Option<(&[f32], f32)>, mut out: ArrayViewMut3<f32>) {
-    let d = out.len_of(Axis(2));
-    let split = |(head, mut out): (usize, ArrayViewMut2<f32>)| {
-        let source = flat.slice(s![.., head * d..(head + 1) * d]);
-        for (mut to, from) in out.rows_mut().into_iter().zip(source.rows()) {
-            let (to, from) = (elements_mut(&mut to), elements(&from));
-            match norm {
-                Some((weight, eps)) => simd::rms_norm(from, weight, eps, to),
-                None => to.copy_from_slice(from),
-            }
-        }
-    };
-    // Few rows are copied in less time than other threads need to start.
-    match flat.len() < PARALLEL {
-        true => out.axis_iter_mut(Axis(0)).enumerate().for_each(split),
-        false => out
-            .axis_iter_mut(Axis(0))
-            .into_par_iter()
-            .enumerate()
-            .for_each(split),
-    }
-}
-
-/// Applies an RMS norm to every row.
-fn rms_rows(x: ArrayView2<f32>, weight: &[f32], eps: f32, mut out: ArrayViewMut2<f32>) {
-    let rows = out
-        .axis_iter_mut(Axis(0))
-        .into_par_iter()
-        .zip(x.axis_iter(Axis(0)));
-    rows.for_each(|(mut out, x)| simd::rms_norm(elements(&x), weight, eps, elements_mut(&mut out)));
 }

@@ -9,7 +9,8 @@ use std::ops::Range;
 use ndarray::{Array1, Array2, Array3, ArrayView1, ArrayView2, ArrayViewMut2, ArrayViewMut3, Axis, s};
 use rayon::prelude::*;
 
-use super::decoder::{Decoder, Layer, States, rotate, rotated, rotated_to};
+use super::decoder::Decoder;
+use super::layer::{Layer, States, rotate, rotated, rotated_to};
 use crate::compute::attention;
 use crate::error::{Error, Result};
 use crate::interrupt;

@@ -11,6 +11,7 @@ pub mod fields;
 pub mod folder;
 pub mod forward;
 pub mod gguf;
+pub mod layer;
 pub mod manifest;
 pub mod random;
 pub mod rope;
@@ -19,8 +20,9 @@ pub mod tokenizer;
 pub mod weights;
 
 pub use config::ModelConfig;
-pub use decoder::{Decoder, Layer, States};
+pub use decoder::Decoder;
 pub use forward::Forward;
+pub use layer::{Layer, States};
 pub use manifest::ModelManifest;
 pub use sizes::Sizes;
 pub use weights::Checkpoint;

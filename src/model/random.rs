@@ -7,7 +7,8 @@ use rand::{Rng, SeedableRng};
 use rand_chacha::ChaCha8Rng;
 
 use super::config::ModelConfig;
-use super::decoder::{Decoder, Layer};
+use super::decoder::Decoder;
+use super::layer::Layer;
 use super::rope::Rope;
 use super::weights::Checkpoint;
 use crate::compute::linear::Linear;

@@ -2,17 +2,18 @@
 
 use std::path::{Path, PathBuf};
 
+use kvsmith::compute::linear::FEW;
 use kvsmith::kv::KvType;
 use kvsmith::kv::budget::Budget;
 use kvsmith::kv::packed::Center;
 use kvsmith::kv::sample::greedy;
 use kvsmith::method::Method;
-use kvsmith::model::Decoder;
+use kvsmith::model::{Decoder, States};
 use kvsmith::runner::{Options, Session};
 use kvsmith::store::Store;
-use ndarray::{Array1, Array3};
+use ndarray::{Array1, Array3, s};
 
-use super::{all_golden, method, prepared};
+use super::{all_golden, method, prepared, relative_error};
 
 pub struct Golden {
     pub decoder: Decoder,
@@ -50,6 +51,44 @@ impl Golden {
     pub fn method(&self, name: &str) -> Box<dyn Method> {
         prepared(method(name), None, &self.decoder)
     }
+}
+
+/// Computes the logits after a prompt without a cache: with exact products, whatever the type of the weights. `tap` sees the states
+/// and the rotated keys of each layer.
+pub fn exact_logits(
+    decoder: &Decoder,
+    ids: &[u32],
+    mut tap: impl FnMut(usize, &States, &Array3<f32>),
+) -> Array1<f32> {
+    let mut hidden = decoder.embed(ids).unwrap();
+    for i in 0..decoder.config.n_layers {
+        let layer = decoder.layer(i).unwrap();
+        layer.forward(&decoder.rope, hidden.view_mut(), |states, k_rope| {
+            tap(i, states, k_rope)
+        });
+    }
+    // Rows that are few would be rounded for quantised weights.
+    let last = hidden.slice(s![-(FEW as isize + 1).., ..]);
+    decoder.logits_of(last).unwrap().row(FEW).to_owned()
+}
+
+/// Fails unless a prompt's states and logits are those of transformers.
+pub fn check_states(name: &str, golden: &Golden) {
+    let c = &golden.decoder.config;
+    let logits = exact_logits(&golden.decoder, &golden.ids, |i, states, k_rope| {
+        let check = |tensor: &str, heads, actual: &Array3<f32>| {
+            let expected = golden.tensor(&format!("layer{i}.{tensor}"), heads);
+            let error = relative_error(actual, &expected);
+            assert!(error < 1e-4, "{name} layer {i} {tensor}: {error}");
+        };
+        check("q_pre", c.n_heads, &states.q_pre);
+        check("k_pre", c.n_kv_heads, &states.k_pre);
+        check("v", c.n_kv_heads, &states.v);
+        // The k that attention used, both ours and that of transformers.
+        check("k_rope", c.n_kv_heads, k_rope);
+    });
+    let off = worst(&logits, &golden.logits().into());
+    assert!(off < 1e-3, "{name}: logits off by {off}");
 }
 
 /// Lists the name and the folder of every golden model.

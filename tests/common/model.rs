@@ -6,7 +6,7 @@ use kvsmith::method::declaration::Ask;
 use kvsmith::method::params::MethodParams;
 use kvsmith::method::registry::{METHODS, MethodName};
 use kvsmith::model::Decoder;
-use kvsmith::model::decoder::rotated;
+use kvsmith::model::layer::rotated;
 use kvsmith::model::rope::{Rope, RopeConfig, RopeScaling};
 use ndarray::Array3;
 

@@ -6,13 +6,14 @@ use kvsmith::cuda::layers::CudaLayers;
 use kvsmith::flags::Precision;
 use kvsmith::float::Float;
 use kvsmith::kv::KvType;
+use kvsmith::model::Decoder;
 use kvsmith::model::forward::{CpuLayers, Layers};
 use kvsmith::runner::{CpuBackend, Session};
-use ndarray::{Array2, Array3};
+use ndarray::{Array1, Array2, Array3};
 
 use super::Check;
-use super::common::golden::{Golden, all, generate, options, worst};
-use super::common::relative_error;
+use super::common::golden::{Golden, all, exact_logits, generate, options, worst};
+use super::common::{method, prepared, relative_error, root};
 use super::near_ties::greedy_agreeing;
 use super::rounded::{logits, rounding};
 
@@ -28,6 +29,7 @@ pub fn cases() -> Vec<(String, Check)> {
         let check = move |driver: &dyn Driver| rounded(driver, &Golden::open(&dir));
         cases.push((format!("rounded::{name}"), Box::new(check)));
     }
+    cases.push(("quantised::mixed".to_owned(), Box::new(quantised)));
     cases
 }
 
@@ -114,6 +116,21 @@ fn greedy_tokens(driver: &dyn Driver, golden: &Golden) {
         let mut twin = Session::on_cpu(&golden.decoder, method.as_ref(), options, 64).unwrap();
         same_replies(&mut session, &mut twin, golden);
     }
+}
+
+/// The weights of a GGUF file become f16 on a device: each moves by at most 2^-11 of itself, in five products in a row.
+fn quantised(driver: &dyn Driver) {
+    let decoder = Decoder::open(&root().join("tests/fixtures/gguf/mixed.gguf")).unwrap();
+    let ids: Vec<u32> = (0..12).map(|i| i * 29 % 64).collect();
+    let full = prepared(method("full"), None, &decoder);
+    let forward = CudaForward::new(driver, &decoder, Precision::F32).unwrap();
+    let options = options("1.0", KvType::F32);
+    let mut session = Session::new(CpuBackend::new(Box::new(forward), full.as_ref(), options, 64));
+    let found = session.prefill(&ids).unwrap();
+    let exact = exact_logits(&decoder, &ids, |_, _, _| ());
+    let norm = |x: &Array1<f32>| x.dot(x).sqrt();
+    let off = norm(&(&found - &exact)) / norm(&exact);
+    assert!(off > 0.0 && off < 5.0 / 2048.0, "logits off by {off}");
 }
 
 /// Logits after a prompt whose products have rounded inputs: those of the same roundings in f64. Sums in f32 make one

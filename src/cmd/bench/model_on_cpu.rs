@@ -16,6 +16,7 @@ use super::timed::{listed, methods, warn_of_unused, without};
 use crate::cmd::args::Global;
 use crate::cmd::{merge, open_model};
 use crate::error::{Error, Result};
+use crate::flags::WeightsFlag;
 use crate::interrupt;
 use crate::kv::KvType;
 use crate::method::Ranking;
@@ -41,13 +42,10 @@ pub(super) fn run(args: &ModelArgs, global: &Global) -> Result<()> {
         );
     }
     warn_of_unused(&args.methods, args.caches.kv == KvType::TwoBit, global);
+    let quant = args.weights.map(WeightsFlag::quant);
     // What cannot be timed is refused before anything is.
     let open = |path: &PathBuf| -> Result<(String, Decoder)> {
-        let decoder = open_model(path, global.log())?;
-        let decoder = match args.weights {
-            Some(weights) => decoder.rounded(weights.quant())?,
-            None => decoder,
-        };
+        let decoder = open_model(path, global.log())?.rounded(quant)?;
         Ok((folder::name(path), decoder))
     };
     let opened = args.model.as_ref().map(open).transpose()?;
@@ -75,18 +73,9 @@ pub(super) fn run(args: &ModelArgs, global: &Global) -> Result<()> {
     let outcome = match &opened {
         Some((name, decoder)) => timing.all(name, &CpuForward::new(decoder)?),
         None => drawn.into_iter().try_for_each(|(name, config)| {
-            let decoder = random::decoder(config)?;
-            let decoder = match args.weights {
-                Some(weights) => decoder.rounded(weights.quant())?,
-                None => decoder,
-            };
-            let layers = (0..decoder.config.n_layers).map(|i| {
-                let layer = random::layer(&decoder.config, i)?;
-                match args.weights {
-                    Some(weights) => layer.rounded(weights.quant()),
-                    None => Ok(layer),
-                }
-            });
+            let decoder = random::decoder(config)?.rounded(quant)?;
+            let layers =
+                (0..decoder.config.n_layers).map(|i| random::layer(&decoder.config, i)?.rounded(quant));
             let forward = CpuForward::of(&decoder, layers.collect::<Result<_>>()?);
             timing.all(&name, &forward)
         }),

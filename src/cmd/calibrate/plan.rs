@@ -4,7 +4,7 @@ use crate::artifact::{Fit, FitText, Section};
 use crate::compute::device::Device;
 use crate::corpus::Corpus;
 use crate::model::ModelConfig;
-use crate::model::decoder::{block_bytes, kept_bytes};
+use crate::model::layer::{block_bytes, kept_bytes};
 use crate::progress::size;
 use crate::runner::eval::FEWEST;
 use crate::runner::verdict::{Material, Probe};

@@ -24,7 +24,7 @@ use crate::compute::cpu::Cpu;
 use crate::corpus::Corpus;
 use crate::disk::Output;
 use crate::error::{Error, Result};
-use crate::model::decoder::Layer;
+use crate::model::layer::Layer;
 use crate::model::rope::Rope;
 use crate::model::{ModelConfig, random};
 use crate::stats::moments::QuerySums;

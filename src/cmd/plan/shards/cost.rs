@@ -13,7 +13,7 @@ use crate::corpus::Corpus;
 use crate::dump::{self, DumpOptions};
 use crate::float::Float;
 use crate::model::ModelConfig;
-use crate::model::decoder::block_bytes;
+use crate::model::layer::block_bytes;
 use crate::store;
 
 /// Bytes that a shard's folder has per token, besides the states: id, position, and whether it is held out.
