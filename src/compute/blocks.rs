@@ -69,15 +69,54 @@ pub fn multiply(a: &[Row], depth: usize, b: &[PanelLine], panels: usize, c: &mut
     // Rows and columns per tile: its sums, a line of its columns and a value of the left factor fit into the vector
     // registers. If they do not, sums go through memory, which takes more than twice as long on AVX2.
     match_target! {
-        "x86_64+avx512f+avx512vl" => multiply_tiles::<12, 32, true>(a, depth, b, panels, c, add),
-        "x86_64+avx2+fma" => multiply_tiles::<6, 16, true>(a, depth, b, panels, c, add),
-        "aarch64+neon" => multiply_tiles::<4, 16, true>(a, depth, b, panels, c, add),
-        _ => multiply_tiles::<1, 32, false>(a, depth, b, panels, c, add),
+        "x86_64+avx512f+avx512vl" => multiply_panels::<12, 32, true>(a, depth, b, panels, c, add),
+        "x86_64+avx2+fma" => multiply_panels::<6, 16, true>(a, depth, b, panels, c, add),
+        "aarch64+neon" => multiply_panels::<4, 16, true>(a, depth, b, panels, c, add),
+        _ => multiply_panels::<1, 32, false>(a, depth, b, panels, c, add),
+    }
+}
+
+/// The most rows of the left factor of [`multiply_chosen`].
+pub const ROWS: usize = 2 * TILE;
+
+/// Computes `c = a b`, where b has some of the lines of a table.
+///
+/// # Shapes
+/// a `[depth, ROWS]`, by column, of which the first n rows are used, n a multiple of [`TILE`]; chosen `[depth]`, the numbers of the
+/// lines; table `[PANELS, lines, PANEL]`; c `[n, SIDE]`.
+///
+/// # Numerics
+/// As [`multiply`].
+#[multiversion(targets("x86_64+avx512f+avx512vl", "x86_64+avx2+fma", "aarch64+neon"))]
+pub fn multiply_chosen(a: &[[f32; ROWS]], chosen: &[u16], table: &[PanelLine], c: &mut [Row]) {
+    match_target! {
+        "x86_64+avx512f+avx512vl" => multiply_chosen_tiles::<12, 32, true>(a, chosen, table, c),
+        "x86_64+avx2+fma" => multiply_chosen_tiles::<6, 16, true>(a, chosen, table, c),
+        "aarch64+neon" => multiply_chosen_tiles::<4, 16, true>(a, chosen, table, c),
+        _ => multiply_chosen_tiles::<1, 32, false>(a, chosen, table, c),
     }
 }
 
 #[inline(always)]
-fn multiply_tiles<const R: usize, const W: usize, const FMA: bool>(
+fn multiply_chosen_tiles<const R: usize, const W: usize, const FMA: bool>(
+    a: &[[f32; ROWS]],
+    chosen: &[u16],
+    table: &[PanelLine],
+    c: &mut [Row],
+) {
+    let (each, depth) = (table.len() / PANELS, a.len().min(chosen.len()));
+    let (a, chosen) = (&a[..depth], &chosen[..depth]);
+    let left = |tile: usize| move |r: usize, k: usize| a[k].as_chunks::<R>().0[tile][r];
+    let right = |panel: usize| {
+        let lines = &table[panel * each..][..each];
+        move |k: usize| &lines[usize::from(chosen[k])]
+    };
+    multiply_tiles::<R, W, FMA, _, _>(left, depth, right, PANELS, c, false);
+}
+
+/// Multiplies rows by the first lines of panels `[panels, SIDE, PANEL]`.
+#[inline(always)]
+fn multiply_panels<const R: usize, const W: usize, const FMA: bool>(
     a: &[Row],
     depth: usize,
     b: &[PanelLine],
@@ -86,12 +125,38 @@ fn multiply_tiles<const R: usize, const W: usize, const FMA: bool>(
     add: bool,
 ) {
     let (a, _) = a.as_chunks::<R>();
+    let n = a.len();
+    let left = |tile: usize| {
+        let rows = &a[tile];
+        move |r: usize, k: usize| rows[r].0[k]
+    };
+    let depth = depth.min(SIDE);
+    let right = |panel: usize| {
+        let lines = &b[panel * SIDE..][..depth];
+        move |k: usize| &lines[k]
+    };
+    multiply_tiles::<R, W, FMA, _, _>(left, depth, right, panels, &mut c[..n * R], add);
+}
+
+/// Multiplies rows by panels. `left` gives, for a tile of R rows, a value by row and column, and `right`, for a panel, a line.
+#[inline(always)]
+fn multiply_tiles<'b, const R: usize, const W: usize, const FMA: bool, A, B>(
+    left: impl Fn(usize) -> A,
+    depth: usize,
+    right: impl Fn(usize) -> B,
+    panels: usize,
+    c: &mut [Row],
+    add: bool,
+) where
+    A: Fn(usize, usize) -> f32,
+    B: Fn(usize) -> &'b PanelLine,
+{
     let (c, _) = c.as_chunks_mut::<R>();
     for p in 0..panels.min(PANELS) {
-        let lines = &b[p * SIDE..][..depth.min(SIDE)];
+        let line = right(p);
         for part in 0..PANEL / W {
-            for (a, c) in a.iter().zip(c.iter_mut()) {
-                let sums = multiply_tile::<R, W, FMA>(a, lines, part);
+            for (tile, c) in c.iter_mut().enumerate() {
+                let sums = multiply_tile::<R, W, FMA>(left(tile), depth, &line, part);
                 for r in 0..R {
                     let c = &mut c[r].0.as_chunks_mut::<W>().0[p * (PANEL / W) + part];
                     for l in 0..W {
@@ -106,16 +171,17 @@ fn multiply_tiles<const R: usize, const W: usize, const FMA: bool>(
 /// Multiplies rows by W columns of a panel, whose place among all such columns is `part`.
 #[expect(clippy::needless_range_loop, reason = "iterators keep it from vectorising")]
 #[inline(always)]
-fn multiply_tile<const R: usize, const W: usize, const FMA: bool>(
-    a: &[Row; R],
-    b: &[PanelLine],
+fn multiply_tile<'b, const R: usize, const W: usize, const FMA: bool>(
+    a: impl Fn(usize, usize) -> f32,
+    depth: usize,
+    b: &impl Fn(usize) -> &'b PanelLine,
     part: usize,
 ) -> [[f32; W]; R] {
     let mut sums = [[0.0f32; W]; R];
-    for k in 0..b.len().min(SIDE) {
-        let line = &b[k].0.as_chunks::<W>().0[part];
+    for k in 0..depth {
+        let line = &b(k).0.as_chunks::<W>().0[part];
         for r in 0..R {
-            let x = a[r].0[k];
+            let x = a(r, k);
             for l in 0..W {
                 sums[r][l] = multiply_add::<FMA>(x, line[l], sums[r][l]);
             }
@@ -219,11 +285,11 @@ mod tests {
         type Multiply = fn(&[Row], usize, &[PanelLine], usize, &mut [Row], bool);
         let ways: [Multiply; 6] = [
             multiply,
-            multiply_tiles::<12, 32, true>,
-            multiply_tiles::<6, 16, true>,
-            multiply_tiles::<4, 16, true>,
-            multiply_tiles::<1, 32, true>,
-            multiply_tiles::<1, 32, false>,
+            multiply_panels::<12, 32, true>,
+            multiply_panels::<6, 16, true>,
+            multiply_panels::<4, 16, true>,
+            multiply_panels::<1, 32, true>,
+            multiply_panels::<1, 32, false>,
         ];
         for (n, depth, panels) in [
             (12, 1, 1),
@@ -247,6 +313,42 @@ mod tests {
                         );
                     }
                 }
+            }
+        }
+    }
+
+    #[test]
+    fn chosen_lines_give_the_bits_of_a_table_that_has_only_them() {
+        for (each, n, chosen) in [
+            (7, 12, vec![6, 0, 3]),
+            (128, 24, (0..128).rev().collect()),
+            (5, 24, vec![]),
+        ] {
+            let a = rows(n, 5);
+            let column = |k: usize| std::array::from_fn(|i| a.get(i).map_or(f32::NAN, |row| row.0[k]));
+            let by_column: Vec<[f32; ROWS]> = (0..chosen.len()).map(column).collect();
+            let table = values(PANELS * each * PANEL, 7);
+            let table: Vec<PanelLine> = table.as_chunks().0.iter().map(|x| PanelLine(*x)).collect();
+            let mut panels = vec![PanelLine::ZERO; PANELS * SIDE];
+            for (panel, table) in panels.chunks_exact_mut(SIDE).zip(table.chunks_exact(each)) {
+                let lines = panel.iter_mut().zip(&chosen);
+                lines.for_each(|(to, k)| *to = table[usize::from(*k)]);
+            }
+            let mut exact = rows(n, 6);
+            expected(&a, chosen.len(), &panels, PANELS, &mut exact, false);
+            type Multiply = fn(&[[f32; ROWS]], &[u16], &[PanelLine], &mut [Row]);
+            let ways: [Multiply; 5] = [
+                multiply_chosen,
+                multiply_chosen_tiles::<12, 32, true>,
+                multiply_chosen_tiles::<6, 16, true>,
+                multiply_chosen_tiles::<4, 16, true>,
+                multiply_chosen_tiles::<1, 32, false>,
+            ];
+            for way in ways {
+                let mut c = rows(n, 6);
+                way(&by_column, &chosen, &table, &mut c);
+                let bits = |rows: &[Row]| Row::values(rows).iter().map(|x| x.to_bits()).collect::<Vec<_>>();
+                assert_eq!(bits(&c), bits(&exact), "{each}");
             }
         }
     }

@@ -7,13 +7,13 @@ use rayon::prelude::*;
 
 use super::attention::prefetch;
 use super::blocks::{PANEL, PANELS, PanelLine, Row, SIDE, TILE, multiply, transpose};
-use super::{pieces, simd};
+use super::{pieces, simd, team};
 use crate::float::Float;
 use crate::quant::{RoundedRow, dots};
 use crate::weight::{Stored, Weight};
 
 /// Output channels per task if there are few input rows.
-const FEW_CHANNELS: usize = 128;
+const FEW_CHANNELS: usize = 64;
 /// The most output channels per task.
 const CHANNELS: usize = 504;
 /// Blocks of [`SIDE`] input rows per task.
@@ -193,9 +193,9 @@ fn forward_few(x: ArrayView2<f32>, outputs: Vec<(&Linear, ArrayViewMut2<f32>)>) 
         let parts = pieces(out, Axis(1), FEW_CHANNELS).into_iter().enumerate();
         parts.map(move |(p, part)| (linear, p * FEW_CHANNELS, part))
     });
-    let parts: Vec<_> = parts.collect();
-    let parts = parts.into_par_iter().with_max_len(1);
-    parts.for_each(|(linear, first, part)| linear.few_channels(&rows, first, part));
+    team::for_each(parts.collect(), |(linear, first, part)| {
+        linear.few_channels(&rows, first, part)
+    });
 }
 
 /// The input rows, transposed into the columns of panels. All tasks share them.

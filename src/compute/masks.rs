@@ -17,6 +17,9 @@ const BLOCKS: usize = WORD / BLOCK;
 pub const LINES_AHEAD: usize = 24;
 /// How many set bits of a word are listed without a branch; most words have fewer.
 const SELDOM_MORE: usize = 4;
+/// A mask is sparse if less than one in this many bits is set.
+#[cfg(target_arch = "x86_64")]
+const SPARSE: usize = 12;
 /// Values that are compared with both of two thresholds before the next ones are; a multiple of [`WORD`].
 const PART: usize = 2048;
 /// How many bytes ahead of the current read to prefetch: two pages of memory, because the hardware does not prefetch
@@ -97,6 +100,11 @@ pub fn places(bits: &[u64], first: u32) -> Vec<u32> {
     match_target! {
         // SAFETY: compiled for, and chosen on, machines with AVX-512F.
         "x86_64+avx512f+bmi1+popcnt" => unsafe { x86::places(bits, first, &mut out) },
+        "x86_64+avx2+bmi1+popcnt" => match out.len() * SPARSE < bits.len() * WORD {
+            true => write_places(bits, first, &mut out),
+            // SAFETY: compiled for, and chosen on, machines with AVX2.
+            false => unsafe { x86::places_by_eight(bits, first, &mut out) },
+        },
         _ => write_places(bits, first, &mut out),
     }
     out.truncate(count as usize);
@@ -126,11 +134,13 @@ fn write_places(bits: &[u64], first: u32, out: &mut [u32]) {
 }
 
 /// Writes the values whose bits are set to `out`, in order. `out` must have [`ROOM`] values more than there are set bits.
-#[multiversion(targets("x86_64+avx512f+popcnt"))]
+#[multiversion(targets("x86_64+avx512f+popcnt", "x86_64+avx2+popcnt"))]
 pub fn pick(values: &[[u8; 4]], bits: &[u64], out: &mut [[u8; 4]]) {
     match_target! {
         // SAFETY: compiled for, and chosen on, machines with AVX-512F.
         "x86_64+avx512f+popcnt" => unsafe { x86::pick(values, bits, out) },
+        // SAFETY: compiled for, and chosen on, machines with AVX2.
+        "x86_64+avx2+popcnt" => unsafe { x86::pick_by_eight(values, bits, out) },
         _ => {
             let places = places(bits, 0).into_iter();
             out.iter_mut().zip(places).for_each(|(out, place)| *out = values[place as usize]);
@@ -179,11 +189,78 @@ mod x86 {
             }
         }
         let last = bits.get(words.len()).copied().unwrap_or(0);
-        let kept = rest.iter().enumerate().filter(|(l, _)| last >> l & 1 == 1);
-        out[len..]
-            .iter_mut()
+        pick_rest(rest, last, &mut out[len..]);
+    }
+
+    /// Picks from less than a word of values.
+    fn pick_rest(rest: &[[u8; 4]], bits: u64, out: &mut [[u8; 4]]) {
+        let kept = rest.iter().enumerate().filter(|(l, _)| bits >> l & 1 == 1);
+        out.iter_mut()
             .zip(kept)
             .for_each(|(out, (_, value))| *out = *value);
+    }
+
+    /// For each byte, the numbers of its set bits, ascending, as bytes of which the first is the lowest.
+    static SET_BITS: [u64; 256] = set_bits();
+
+    const fn set_bits() -> [u64; 256] {
+        let mut table = [0; 256];
+        let mut byte = 0;
+        while byte < 256 {
+            let (mut bit, mut len) = (0, 0);
+            while bit < 8 {
+                if byte >> bit & 1 == 1 {
+                    table[byte] |= bit << (8 * len);
+                    len += 1;
+                }
+                bit += 1;
+            }
+            byte += 1;
+        }
+        table
+    }
+
+    /// Returns the numbers of the set bits of a byte in the first lanes.
+    #[target_feature(enable = "avx2")]
+    fn set_bits_of(byte: u8) -> __m256i {
+        _mm256_cvtepu8_epi32(_mm_cvtsi64_si128(SET_BITS[usize::from(byte)] as i64))
+    }
+
+    /// Implements [`super::places`]; `out` has at least [`BLOCK`] values more than there are set bits.
+    #[target_feature(enable = "avx2,popcnt")]
+    pub fn places_by_eight(bits: &[u64], first: u32, out: &mut [u32]) {
+        let (mut len, step) = (0, _mm256_set1_epi32(8));
+        let mut start = _mm256_set1_epi32(first as i32);
+        for byte in bits.iter().flat_map(|word| word.to_le_bytes()) {
+            let room = &mut out[len..len + 8];
+            let kept = _mm256_add_epi32(set_bits_of(byte), start);
+            // SAFETY: eight values have 32 bytes.
+            unsafe { _mm256_storeu_si256(room.as_mut_ptr().cast(), kept) };
+            len += byte.count_ones() as usize;
+            start = _mm256_add_epi32(start, step);
+        }
+    }
+
+    /// Implements [`super::pick`]; `out` has at least [`BLOCK`] values more than there are set bits.
+    #[target_feature(enable = "avx2,popcnt")]
+    pub fn pick_by_eight(values: &[[u8; 4]], bits: &[u64], out: &mut [[u8; 4]]) {
+        let (words, rest) = values.as_chunks::<WORD>();
+        let mut len = 0;
+        for (values, word) in words.iter().zip(bits) {
+            for (values, byte) in values.as_chunks::<8>().0.iter().zip(word.to_le_bytes()) {
+                let room = &mut out[len..len + 8];
+                // SAFETY: eight values have 32 bytes, in both places; a prefetch accesses nothing.
+                unsafe {
+                    _mm_prefetch::<_MM_HINT_T0>(values.as_ptr().cast::<i8>().wrapping_add(BYTES_AHEAD));
+                    let values = _mm256_loadu_si256(values.as_ptr().cast());
+                    let kept = _mm256_permutevar8x32_epi32(values, set_bits_of(byte));
+                    _mm256_storeu_si256(room.as_mut_ptr().cast(), kept);
+                }
+                len += byte.count_ones() as usize;
+            }
+        }
+        let last = bits.get(words.len()).copied().unwrap_or(0);
+        pick_rest(rest, last, &mut out[len..]);
     }
 
     /// Implements [`super::at_least_each`] for whole words: appends to the masks.

@@ -23,6 +23,7 @@ pub mod products;
 pub mod reference;
 pub mod signs;
 pub mod simd;
+pub mod team;
 
 use ndarray::{ArrayView2, ArrayViewMut2, Axis};
 

@@ -95,6 +95,52 @@ pub fn axpy(a: f32, x: &[f32], y: &mut [f32]) {
     }
 }
 
+/// Computes `y *= x`.
+#[multiversion(targets("x86_64+avx512f+avx512vl", "x86_64+avx2", "aarch64+neon"))]
+pub fn multiply(x: &[f32], y: &mut [f32]) {
+    assert_eq!(x.len(), y.len(), "values of a product");
+    for (y, x) in y.iter_mut().zip(x) {
+        *y *= x;
+    }
+}
+
+/// Computes `out = x m`.
+///
+/// # Shapes
+/// x `[d]`, m `[d,n]`, out `[n]`.
+///
+/// # Numerics
+/// f32. Each sum takes its products in order.
+#[multiversion(targets("x86_64+avx512f+avx512vl", "x86_64+avx2", "aarch64+neon"))]
+pub fn row_product(x: &[f32], m: &[f32], out: &mut [f32]) {
+    let n = out.len();
+    assert_eq!(x.len() * n, m.len(), "values of a product");
+    let wide = n - n % WIDE;
+    for first in (0..wide).step_by(WIDE) {
+        columns::<WIDE>(x, m, n, first, out);
+    }
+    let narrow = n - n % LANES;
+    for first in (wide..narrow).step_by(LANES) {
+        columns::<LANES>(x, m, n, first, out);
+    }
+    for column in narrow..n {
+        columns::<1>(x, m, n, column, out);
+    }
+}
+
+/// Computes N columns of [`row_product`], from number `first` on.
+#[inline(always)]
+fn columns<const N: usize>(x: &[f32], m: &[f32], n: usize, first: usize, out: &mut [f32]) {
+    let mut acc = [0.0f32; N];
+    for (x, row) in x.iter().zip(m.chunks_exact(n)) {
+        let row = &row[first..first + N];
+        for l in 0..N {
+            acc[l] += x * row[l];
+        }
+    }
+    out[first..first + N].copy_from_slice(&acc);
+}
+
 /// Computes `y += a x` in f64.
 #[multiversion(targets("x86_64+avx512f+avx512vl", "x86_64+avx2", "aarch64+neon"))]
 pub fn axpy_f64(a: f64, x: &[f32], y: &mut [f64]) {
@@ -104,23 +150,33 @@ pub fn axpy_f64(a: f64, x: &[f32], y: &mut [f64]) {
     }
 }
 
-/// Computes `y += a x + b` for integers x, and returns the largest y, ignoring NaN; of no values, negative infinity.
+/// Computes `y = a x + b` for integers x, or `y += a x + b` with `add`, and returns the largest y, ignoring NaN; of no values,
+/// negative infinity.
 #[multiversion(targets("x86_64+avx512f+avx512vl", "x86_64+avx2", "aarch64+neon"))]
-pub fn add_line(x: &[u16], a: f32, b: f32, y: &mut [f32]) -> f32 {
+pub fn line(x: &[u16], a: f32, b: f32, add: bool, y: &mut [f32]) -> f32 {
+    match add {
+        true => line_of::<true>(x, a, b, y),
+        false => line_of::<false>(x, a, b, y),
+    }
+}
+
+#[inline(always)]
+fn line_of<const ADD: bool>(x: &[u16], a: f32, b: f32, y: &mut [f32]) -> f32 {
     assert_eq!(x.len(), y.len(), "values of a sum");
-    let add = |x: u16, y: &mut f32, largest: &mut f32| {
-        *y += b + a * f32::from(x);
+    let set = |x: u16, y: &mut f32, largest: &mut f32| {
+        let of = b + a * f32::from(x);
+        *y = if ADD { *y + of } else { of };
         *largest = if *y > *largest { *y } else { *largest };
     };
     let ((x, rest), (y, rest_y)) = (x.as_chunks::<LANES>(), y.as_chunks_mut::<LANES>());
     let mut largest = [f32::NEG_INFINITY; LANES];
     for (x, y) in x.iter().zip(y) {
         for l in 0..LANES {
-            add(x[l], &mut y[l], &mut largest[l]);
+            set(x[l], &mut y[l], &mut largest[l]);
         }
     }
     for ((x, y), largest) in rest.iter().zip(rest_y).zip(&mut largest) {
-        add(*x, y, largest);
+        set(*x, y, largest);
     }
     let larger = |a: f32, b: &f32| if *b > a { *b } else { a };
     largest.iter().fold(f32::NEG_INFINITY, larger)
@@ -314,6 +370,7 @@ pub fn all_finite(x: &[f32]) -> bool {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::testing::values;
 
     #[test]
     fn exp_is_accurate_and_total() {
@@ -380,14 +437,25 @@ mod tests {
             );
             assert_eq!(max(&a), a.iter().copied().fold(f32::NEG_INFINITY, f32::max));
             let whole: Vec<u16> = a.iter().map(|x| (1000.0 * (x + 1.0)) as u16).collect();
-            let mut line = b.clone();
-            let largest = add_line(&whole, 0.5, -3.0, &mut line);
-            let expected = whole
-                .iter()
-                .zip(&b)
-                .map(|(x, y)| y + (-3.0 + 0.5 * f32::from(*x)));
-            assert_eq!(line, expected.collect::<Vec<f32>>());
-            assert_eq!(largest, max(&line));
+            for add in [false, true] {
+                let mut out = b.clone();
+                let largest = line(&whole, 0.5, -3.0, add, &mut out);
+                let of = |(x, y): (&u16, &f32)| if add { *y } else { 0.0 } + (-3.0 + 0.5 * f32::from(*x));
+                let expected: Vec<f32> = whole.iter().zip(&b).map(of).collect();
+                assert_eq!((&out, largest), (&expected, max(&expected)));
+            }
+            let mut product = a.clone();
+            multiply(&b, &mut product);
+            let expected: Vec<f32> = a.iter().zip(&b).map(|(x, y)| x * y).collect();
+            assert_eq!(product, expected);
+            for d in [1, 7] {
+                let (x, m) = (&values(d, 5), &values(d * n, 6));
+                let mut out = vec![f32::NAN; n];
+                row_product(x, m, &mut out);
+                let of = |column: usize| (0..d).fold(0.0, |sum: f32, i| sum + x[i] * m[i * n + column]);
+                let expected: Vec<f32> = (0..n).map(of).collect();
+                assert_eq!(out, expected, "{n} {d}");
+            }
             assert!(all_finite(&a) && !has_nan(&a));
         }
         assert!(!all_finite(&[0.0, f32::NAN]) && has_nan(&[0.0, f32::NAN]));

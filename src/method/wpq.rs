@@ -107,8 +107,8 @@ impl Retriever for Wpq {
         let (c, width) = (step.candidates.clone(), self.codebook.width());
         let rows = c.start * width..c.end * width;
         let codes = self.codes.each_ref().map(|codes| &codes[rows.clone()]);
-        let words = self.codebook.scores(step.q_rope, c.start);
-        let (chosen, refined) = choose(words, codes, width, &static_scores(step), step.budget);
+        let words = self.codebook.scores(step.q_rope, c.clone());
+        let (chosen, refined) = choose(&words, codes, width, &static_scores(step), step.budget);
         self.refined = refined;
         let chosen = chosen.into_iter().map(|p| p + c.start as u32);
         chosen.collect::<Vec<u32>>().into()

@@ -1,13 +1,13 @@
 //! Caches and selection on the CPU, for a model on any device.
 
 use ndarray::{Array1, ArrayViewMut3, Axis};
-use rayon::prelude::*;
 
 use super::head::{Chooser, Head, Token, prefill_heads};
 use super::session::{Backend, StepAt};
 use super::shares::{Counts, Shares};
 use super::trace::Trace;
 use super::{Options, Session};
+use crate::compute::team;
 use crate::error::{Error, Result};
 use crate::kv::{KvHead, StaticSet};
 use crate::method::full::Full;
@@ -112,7 +112,7 @@ impl Backend for CpuBackend<'_> {
         let mut shares = Shares::default();
         let (heads, counts) = (&mut self.heads, &mut self.counts);
         let windows = &self.forward.decoder().config.windows;
-        let logits = self.forward.step(&[id], at.position, &mut |index, rows, out| {
+        let attend = &mut |index: usize, rows: &Rows, out: ArrayViewMut3<f32>| {
             let heads = &mut heads[index];
             let r = rows.q_rope.len_of(Axis(0)) / heads.len();
             let set = StaticSet::at(at.position, windows[index], options.sinks, options.window);
@@ -126,7 +126,8 @@ impl Backend for CpuBackend<'_> {
                 Some(trace) => trace.layer(at.step, index, chosen.map(|c| &c.positions)),
                 None => Ok(()),
             }
-        })?;
+        };
+        let logits = team::through(|| self.forward.step(&[id], at.position, attend))?;
         self.shares.add_step(&shares, self.heads.len());
         let first = logits.into_iter().next();
         self.logits = first.ok_or_else(|| Error::failed("a decode step gave no logits"))?;
@@ -196,10 +197,11 @@ fn step_layer(
 ) -> Vec<(Choice, Reads)> {
     let r = rows.q_rope.len_of(Axis(0)) / heads.len();
     let mut out = out.index_axis_mut(Axis(0), 0);
-    heads
-        .par_iter_mut()
+    let heads = heads
+        .iter_mut()
         .zip(out.axis_chunks_iter_mut(Axis(0), r))
-        .enumerate()
-        .map(|(c, (head, out))| head.step(&Token::of(rows, c, r, 0), step, set, options, out))
-        .collect()
+        .enumerate();
+    team::map(heads.collect(), |(c, (head, out))| {
+        head.step(&Token::of(rows, c, r, 0), step, set, options, out)
+    })
 }

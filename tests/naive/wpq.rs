@@ -39,6 +39,9 @@ struct Table {
     bounds: Matrix,
 }
 
+/// How much of a score of the path the program may leave out: a thousandth of a bit.
+const LEFT_OUT: f64 = std::f64::consts::LN_2 / 1024.0;
+
 /// An estimated score, and how far it may be off.
 pub type Estimate = (f64, f64);
 
@@ -153,7 +156,7 @@ impl NaiveWpq {
     fn estimate(&self, q: &[f64], tables: &[Table], codes: &[Vec<usize>], position: usize) -> Estimate {
         let (path, bounds) = self.path(position);
         let turned: f64 = q.iter().zip(&bounds).map(|(q, bound)| q.abs() * bound).sum();
-        let turned = turned / (q.len() as f64).sqrt() + score_bound(q, &path);
+        let turned = turned / (q.len() as f64).sqrt() + score_bound(q, &path) + LEFT_OUT;
         let mut sum = (
             score(q, &self.mean) + score(q, &path),
             score_bound(q, &self.mean) + turned,

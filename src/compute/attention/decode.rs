@@ -1,16 +1,15 @@
 //! Attention of a decode step.
 
 use ndarray::{Array1, Array2, ArrayView2, ArrayViewMut2, Axis, s};
-use rayon::prelude::*;
 
 use super::lanes::LANES;
 use super::rows::{CachedRows, GroupQueries, OutputSums, Run};
-use crate::compute::simd;
+use crate::compute::{simd, team};
 
 /// Positions whose weights and weighted values are summed in f32 before the result is added to an f64 sum.
 const TILE: usize = 256;
-/// Positions per task. Their scores fit into the second-level cache.
-const PIECE: usize = 32 * TILE;
+/// Positions per task: few enough that threads share one KV head of a context of some thousand positions.
+const PIECE: usize = 8 * TILE;
 
 /// Computes the attention of a decode step over `positions` (ascending) for the r query heads of one KV head.
 ///
@@ -22,7 +21,7 @@ const PIECE: usize = 32 * TILE;
 ///
 /// # Numerics
 /// Scores and exponentials are f32. Sums over positions are f32 within runs of 256 positions and f64 across runs. Each
-/// piece of 8192 positions has its own softmax; the pieces are joined in f64 by their weights. Multiply-adds are fused,
+/// piece of 2048 positions has its own softmax; the pieces are joined in f64 by their weights. Multiply-adds are fused,
 /// so the result has the same bytes for any number of threads and on every instruction set. Each row of keys and values
 /// is read from memory once for the whole group. With no positions, the output is zeros.
 pub fn decode(
@@ -63,13 +62,9 @@ fn attend(
         Some(weights) => weights.axis_chunks_iter_mut(Axis(1), PIECE).map(Some).collect(),
         None => (0..positions.len()).step_by(PIECE).map(|_| None).collect(),
     };
-    let pieces: Vec<PieceAttention> = kept
-        .into_par_iter()
-        .enumerate()
-        .map(|(i, kept)| {
-            PieceAttention::attend(&queries, (r, d), keys, values, &positions[i * PIECE..], kept)
-        })
-        .collect();
+    let pieces: Vec<PieceAttention> = team::map(kept.into_iter().enumerate().collect(), |(i, kept)| {
+        PieceAttention::attend(&queries, (r, d), keys, values, &positions[i * PIECE..], kept)
+    });
     out.fill(0.0);
     let mut lse = vec![f32::NEG_INFINITY; r];
     for (a, lse) in lse.iter_mut().enumerate() {

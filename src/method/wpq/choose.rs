@@ -1,8 +1,8 @@
 //! The choice of a step from estimated attention.
 
-use std::cell::Cell;
+use std::cell::RefCell;
 
-use ndarray::{Array2, ArrayView1};
+use ndarray::Array2;
 
 use super::codebook::in_bits;
 use super::scores::{CHUNK, WordScores};
@@ -11,7 +11,7 @@ use super::waves::{self, LINES_AT_ONCE};
 use crate::compute::blocks::Row;
 use crate::compute::masks;
 use crate::compute::products::all_products;
-use crate::compute::simd;
+use crate::compute::{simd, team};
 use crate::method::Step;
 use crate::method::best::{largest, largest_mask};
 
@@ -43,200 +43,272 @@ pub(super) fn refined(budget: usize, n: usize) -> usize {
 /// wins a tie. The best [`refined`] candidates by the first stage are scored again by both, and the choice is made among
 /// them. Returns the choice and the refined candidates.
 ///
+/// Threads share the candidates in chunks of [`CHUNK`]; their number does not change a bit of the result.
+///
 /// # Shapes
 /// codes `[n,width]` per stage; fixed `[r,positions]`, the exact scores of the static set.
 ///
 /// # Numerics
 /// Probabilities in f32, their denominators in f64, from sums of [`SUMMED`] powers in f32.
 pub(super) fn choose(
-    mut words: WordScores,
+    words: &WordScores,
     [first, second]: [&[u8]; STAGES],
     width: usize,
     fixed: &Array2<f32>,
     budget: usize,
 ) -> (Vec<u32>, Vec<u32>) {
     let n = first.len() / width;
-    let mut scratch = SCRATCH.take();
-    let mut all: Vec<Softmax> = fixed.outer_iter().map(Softmax::new).collect();
-    scratch.first_stage(&mut words, n, first, width, &mut all);
-    let mask = largest_mask(&scratch.mass, refined(budget, n));
+    let mut scratch = Scratch::take();
+    let Scratch { chunks, mass } = &mut scratch;
+    let count = n.div_ceil(CHUNK);
+    if chunks.len() < count {
+        chunks.resize_with(count, Chunk::default);
+    }
+    let chunks = &mut chunks[..count];
+    let each = chunks.iter_mut().zip(first.chunks(CHUNK * width)).enumerate();
+    team::for_each(each.collect(), |(i, (chunk, codes))| {
+        chunk.first_stage(words, i, codes, width);
+    });
+    let of_fixed = fixed.outer_iter().map(|scores| Powers::of(&mut scores.to_vec()));
+    let mut all: Vec<Powers> = of_fixed.collect();
+    chunks.iter().for_each(|chunk| add_each(&mut all, &chunk.first));
+    mass.resize(n, 0.0);
+    let each = chunks.iter_mut().zip(mass.chunks_mut(CHUNK));
+    team::for_each(each.collect(), |(chunk, mass)| chunk.masses(&all, mass));
+
+    let mask = largest_mask(mass, refined(budget, n));
+    let parts = mask.chunks(CHUNK / masks::WORD).zip(second.chunks(CHUNK * width));
+    let each = chunks.iter_mut().zip(parts);
+    team::for_each(each.collect(), |(chunk, (mask, codes))| {
+        chunk.second_stage(words, mask, codes, width);
+    });
+    // The refined candidates have new scores; all others keep theirs.
+    for chunk in &*chunks {
+        all.iter_mut()
+            .zip(&chunk.own)
+            .for_each(|(all, own)| all.subtract(own));
+    }
+    chunks.iter().for_each(|chunk| add_each(&mut all, &chunk.both));
+    mass.clear();
+    chunks
+        .iter_mut()
+        .for_each(|chunk| chunk.refined_masses(&all, mass));
+
     let places = masks::places(&mask, 0);
-    scratch.second_stage(&mut words, second, width, (&mask, &places), &mut all);
-    let best = largest(&scratch.mass, budget).into_iter();
+    let best = largest(mass, budget).into_iter();
     let chosen = best.map(|i| places[i as usize]).collect();
-    SCRATCH.set(scratch);
+    scratch.keep();
     (chosen, places)
 }
 
 /// Returns the bytes of a step's buffers: for each of `n` candidates a power per query head and a probability; for each
-/// refined one its place and its code besides, its powers by both stages, and one head's by the first.
+/// refined one its code, a power per query head by each stage, and its place and probability.
 pub(super) fn scratch_bytes(query_heads: usize, n: usize, refined: usize, width: usize) -> usize {
-    4 * n * (query_heads + 1) + refined * (4 * (query_heads + 3) + width)
+    4 * n * (query_heads + 1) + refined * (4 * (2 * query_heads + 2) + width)
 }
 
 /// Buffers that a step needs briefly. They are kept, because allocating this much memory anew costs more than the
 /// computation on it.
 #[derive(Default)]
 struct Scratch {
-    /// The powers of two of all keys' scores by the first stage, `[r,n]`, with room for whole rows.
-    first: Vec<Vec<Row>>,
-    /// Those of the refined keys' scores by both stages, `[r,refined]`.
-    both: Vec<Vec<f32>>,
-    /// The powers of one query head by the first stage, of the refined keys.
-    own: Vec<f32>,
+    chunks: Vec<Chunk>,
     /// The estimated probabilities, summed over the query heads, of the keys that were scored last.
     mass: Vec<f32>,
-    /// The codes of the refined keys, `[refined,width]`.
-    codes: Vec<u8>,
-}
-
-impl Scratch {
-    /// Scores all n keys by the first stage.
-    fn first_stage(
-        &mut self,
-        words: &mut WordScores,
-        n: usize,
-        codes: &[u8],
-        width: usize,
-        all: &mut [Softmax],
-    ) {
-        self.first.resize_with(all.len(), Vec::new);
-        let rows = waves::rows(n);
-        self.first
-            .iter_mut()
-            .for_each(|powers| powers.resize(rows, Row::ZERO));
-        for (start, row) in (0..n).step_by(CHUNK).zip((0..rows).step_by(LINES_AT_ONCE)) {
-            let keys = CHUNK.min(n - start);
-            let codes = &codes[start * width..][..keys * width];
-            for (a, (all, powers)) in all.iter_mut().zip(&mut self.first).enumerate() {
-                let (before, now) = powers.split_at_mut(row);
-                let now = &mut now[..waves::rows(keys)];
-                let highest = words.first_stage(a, keys, codes, now);
-                all.add(
-                    Row::values_mut(before),
-                    &mut Row::values_mut(now)[..keys],
-                    highest,
-                );
-            }
-        }
-        let powers = self.first.iter().map(|powers| &Row::values(powers)[..n]);
-        masses(all, n, powers, &mut self.mass);
-    }
-
-    /// Adds the second stage to the scores of the keys in a set, given as a mask and as a list.
-    fn second_stage(
-        &mut self,
-        words: &mut WordScores,
-        codes: &[u8],
-        width: usize,
-        (mask, places): (&[u64], &[u32]),
-        all: &mut [Softmax],
-    ) {
-        let n = places.len();
-        gather(codes, width, (mask, places), &mut self.codes);
-        self.own.resize(n + masks::ROOM, 0.0);
-        self.both.resize_with(all.len(), Vec::new);
-        let powers = self.first.iter().zip(&mut self.both);
-        for (a, (all, (first, both))) in all.iter_mut().zip(powers).enumerate() {
-            masks::pick(
-                bytemuck::cast_slice(first),
-                mask,
-                bytemuck::cast_slice_mut(&mut self.own),
-            );
-            both.resize(n, 0.0);
-            let highest = words.second_stage(a, &self.codes[..n * width], both);
-            all.raise(&self.own[..n], both, highest);
-        }
-        masses(all, n, self.both.iter().map(Vec::as_slice), &mut self.mass);
-    }
 }
 
 thread_local! {
-    static SCRATCH: Cell<Scratch> = Cell::default();
+    /// A thread that waits for others may begin another choice, so that it needs several.
+    static SCRATCH: RefCell<Vec<Scratch>> = const { RefCell::new(Vec::new()) };
 }
 
-/// Writes the codes, `[n,width]`, of the keys in a set, given as a mask and as a list, to `out`, with room for more.
-fn gather(codes: &[u8], width: usize, (mask, places): (&[u64], &[u32]), out: &mut Vec<u8>) {
-    out.resize((places.len() + masks::ROOM) * width, 0);
-    if width == 4 {
-        return masks::pick(codes.as_chunks().0, mask, out.as_chunks_mut().0);
+impl Scratch {
+    fn take() -> Self {
+        SCRATCH.with_borrow_mut(Vec::pop).unwrap_or_default()
     }
-    let rows = out.chunks_exact_mut(width).zip(places);
-    rows.for_each(|(row, p)| row.copy_from_slice(&codes[*p as usize * width..][..width]));
+
+    fn keep(self) {
+        SCRATCH.with_borrow_mut(|kept| kept.push(self));
+    }
 }
 
-/// Writes the probabilities of n keys, summed over the query heads, to `mass`; they come from powers, `[n]` for each
-/// query head.
-fn masses<'a>(
-    all: &[Softmax],
-    n: usize,
-    powers: impl Iterator<Item = &'a [f32]> + Clone,
-    mass: &mut Vec<f32>,
-) {
-    mass.resize(n, 0.0);
-    for (i, mass) in mass.chunks_mut(CHUNK).enumerate() {
-        mass.fill(0.0);
-        for (all, powers) in all.iter().zip(powers.clone()) {
-            simd::axpy(all.share(), &powers[i * CHUNK..][..mass.len()], mass);
+/// At most [`CHUNK`] consecutive candidates.
+#[derive(Default)]
+struct Chunk {
+    /// The powers of two of the scores by the first stage, `[r,LINES_AT_ONCE]` rows.
+    powers: Vec<Row>,
+    /// The sums of these powers, by query head.
+    first: Vec<Powers>,
+    /// Number of refined candidates.
+    refined: usize,
+    /// Their codes of the second stage, `[refined,width]`.
+    codes: Vec<u8>,
+    /// Their powers by the first stage, `[r]` times `[refined]` with room for more.
+    picked: Vec<f32>,
+    /// The sums of these powers.
+    own: Vec<Powers>,
+    /// Their powers by both stages, `[r,refined]`.
+    raised: Vec<f32>,
+    /// The sums of these powers.
+    both: Vec<Powers>,
+}
+
+impl Chunk {
+    /// Scores the candidates, with the codes `[n,width]`, by the first stage.
+    fn first_stage(&mut self, words: &WordScores, number: usize, codes: &[u8], width: usize) {
+        let (r, n) = (words.mean.len(), codes.len() / width);
+        self.powers.resize(r * LINES_AT_ONCE, Row::ZERO);
+        self.first.clear();
+        for (a, rows) in self.powers.chunks_exact_mut(LINES_AT_ONCE).enumerate() {
+            let rows = &mut rows[..waves::rows(n)];
+            let highest = words.first_stage(a, number, codes, n, rows);
+            self.first
+                .push(Powers::below(&mut Row::values_mut(rows)[..n], highest));
+        }
+    }
+
+    /// Writes the probabilities of the candidates, summed over the query heads, to `mass` `[n]`.
+    fn masses(&self, all: &[Powers], mass: &mut [f32]) {
+        let n = mass.len();
+        let powers = self.powers.chunks_exact(LINES_AT_ONCE);
+        let powers = powers.map(|rows| &Row::values(rows)[..n]);
+        sum_shares(all, &self.first, powers, mass);
+    }
+
+    /// Scores the candidates of a set, given as a mask, by both stages.
+    fn second_stage(&mut self, words: &WordScores, mask: &[u64], codes: &[u8], width: usize) {
+        let r = words.mean.len();
+        let n = mask.iter().map(|word| word.count_ones() as usize).sum();
+        self.refined = n;
+        gather(codes, width, mask, n, &mut self.codes);
+        let room = n + masks::ROOM;
+        self.picked.resize(r * room, 0.0);
+        self.raised.resize(r * n, 0.0);
+        self.own.clear();
+        self.both.clear();
+        if n == 0 {
+            return;
+        }
+        let keys = codes.len() / width;
+        let each = self
+            .powers
+            .chunks_exact(LINES_AT_ONCE)
+            .zip(self.picked.chunks_exact_mut(room));
+        for (a, ((powers, picked), raised)) in each.zip(self.raised.chunks_exact_mut(n)).enumerate() {
+            let powers = &Row::values(powers)[..keys];
+            masks::pick(
+                bytemuck::cast_slice(powers),
+                mask,
+                bytemuck::cast_slice_mut(picked),
+            );
+            let picked = &picked[..n];
+            let shift = self.first[a].shift;
+            self.own.push(Powers {
+                shift,
+                sum: simd::sum(picked),
+            });
+            let highest = words.second_stage(a, &self.codes[..n * width], raised);
+            let raise = Powers::below(raised, highest).shift;
+            simd::multiply(picked, raised);
+            let shift = shift.saturating_add(raise);
+            self.both.push(Powers {
+                shift,
+                sum: simd::sum(raised),
+            });
+        }
+    }
+
+    /// Appends the probabilities of the refined candidates, summed over the query heads, to `mass`.
+    fn refined_masses(&self, all: &[Powers], mass: &mut Vec<f32>) {
+        let first = mass.len();
+        mass.resize(first + self.refined, 0.0);
+        if self.refined > 0 {
+            sum_shares(
+                all,
+                &self.both,
+                self.raised.chunks_exact(self.refined),
+                &mut mass[first..],
+            );
         }
     }
 }
 
-/// A softmax's denominator: the sum of `2^(score - shift)`.
-struct Softmax {
-    /// At least as large as every score.
+/// Writes the codes, `[n,width]`, of the keys in a set, given as a mask, to `out`, with room for more.
+fn gather(codes: &[u8], width: usize, mask: &[u64], n: usize, out: &mut Vec<u8>) {
+    out.resize((n + masks::ROOM) * width, 0);
+    if width == 4 {
+        return masks::pick(codes.as_chunks().0, mask, out.as_chunks_mut().0);
+    }
+    let rows = out.chunks_exact_mut(width).zip(masks::places(mask, 0));
+    rows.for_each(|(row, p)| row.copy_from_slice(&codes[p as usize * width..][..width]));
+}
+
+/// Writes to `mass` the powers of each query head, divided by the sum of `all` of its powers, and summed over the heads. The
+/// powers have the shifts of `own`.
+fn sum_shares<'a>(all: &[Powers], own: &[Powers], powers: impl Iterator<Item = &'a [f32]>, mass: &mut [f32]) {
+    mass.fill(0.0);
+    for ((all, own), powers) in all.iter().zip(own).zip(powers) {
+        simd::axpy(all.share(own.shift), powers, mass);
+    }
+}
+
+fn add_each(all: &mut [Powers], more: &[Powers]) {
+    all.iter_mut().zip(more).for_each(|(all, more)| all.add(more));
+}
+
+/// The sum of many powers of two: `sum 2^shift`.
+#[derive(Clone, Copy)]
+struct Powers {
+    /// About the largest exponent.
     shift: i32,
     sum: f64,
 }
 
-impl Softmax {
-    fn new(scores: ArrayView1<f32>) -> Self {
-        let mut empty = Self {
-            shift: i32::MIN / 2,
-            sum: 0.0,
-        };
-        let mut scores = scores.to_vec();
-        let highest = simd::max(&scores);
-        empty.add(&mut [], &mut scores, highest);
-        empty
+impl Powers {
+    /// Sums the powers of scores, and replaces each by `2^(score - shift)`.
+    fn of(scores: &mut [f32]) -> Self {
+        let highest = simd::max(scores);
+        Self::below(scores, highest)
     }
 
-    /// Adds scores, of which `highest` is the largest, and replaces each by `2^(score - shift)`. If one exceeds the
-    /// shift, the shift rises, and the powers `before`, which it applies to as well, are scaled.
-    fn add(&mut self, before: &mut [f32], scores: &mut [f32], highest: f32) {
-        let shift = self.shift.max(highest.ceil() as i32);
-        if shift > self.shift {
-            let factor = (f64::from(self.shift) - f64::from(shift)).exp2();
-            simd::scale(before, factor as f32);
-            (self.sum, self.shift) = (self.sum * factor, shift);
-        }
-        for scores in scores.chunks_mut(SUMMED) {
-            self.sum += f64::from(simd::exp2_shifted(scores, self.shift));
-        }
+    /// Sums the powers of scores, of which `highest` is the largest, and replaces each by `2^(score - shift)`.
+    fn below(scores: &mut [f32], highest: f32) -> Self {
+        // Of no scores, the highest is negative infinity.
+        let shift = (highest.ceil() as i32).max(i32::MIN / 4);
+        let parts = scores.chunks_mut(SUMMED);
+        let sum = parts
+            .map(|scores| f64::from(simd::exp2_shifted(scores, shift)))
+            .sum();
+        Self { shift, sum }
     }
 
-    /// Adds `raises`, of which `highest` is the largest, to scores whose powers are `own`, and replaces each by its new
-    /// score's power.
-    fn raise(&mut self, own: &[f32], raises: &mut [f32], highest: f32) {
-        let others = (self.sum - simd::sum(own)).max(0.0);
-        let shift = highest.ceil() as i32;
-        simd::exp2_shifted(raises, shift);
-        raises.iter_mut().zip(own).for_each(|(power, own)| *power *= own);
-        self.sum = others * (-f64::from(shift)).exp2() + simd::sum(raises);
+    /// Adds the powers of another sum.
+    fn add(&mut self, other: &Self) {
+        let shift = self.shift.max(other.shift);
+        self.sum = self.at(shift) + other.at(shift);
+        self.shift = shift;
     }
 
-    /// Returns what turns a power into a probability.
-    fn share(&self) -> f32 {
-        (1.0 / self.sum).min(f64::from(f32::MAX)) as f32
+    /// Takes powers out of the sum. Rounding may leave less than nothing, which counts as nothing.
+    fn subtract(&mut self, other: &Self) {
+        self.sum = (self.sum - other.at(self.shift)).max(0.0);
+    }
+
+    /// Returns the sum divided by `2^shift`.
+    fn at(&self, shift: i32) -> f64 {
+        self.sum * (f64::from(self.shift) - f64::from(shift)).exp2()
+    }
+
+    /// Returns what turns a power, divided by `2^shift`, into a share of the sum.
+    fn share(&self, shift: i32) -> f32 {
+        (1.0 / self.at(shift)).min(f64::from(f32::MAX)) as f32
     }
 }
 
 #[cfg(test)]
 mod tests {
-    use ndarray::{Array1, Array2, Array4, ArrayView2};
+    use ndarray::{Array1, Array4, ArrayView2};
 
     use super::*;
-    use crate::compute::blocks::TILE;
     use crate::method::wpq::{HeadCodebook, MeanPath};
     use crate::model::rope::{Rope, RopeConfig, RopeScaling};
     use crate::testing::values;
@@ -274,18 +346,19 @@ mod tests {
         codes: &[Vec<u8>; STAGES],
         n: usize,
     ) -> [Vec<Vec<f64>>; 2] {
-        let mut words = head.scores(queries, FIRST);
+        let words = head.scores(queries, FIRST..FIRST + n);
         let of = |a: usize| {
             let mut path = vec![Row::ZERO; waves::rows(n)];
-            if let Some(walks) = &mut words.path {
-                path.chunks_mut(TILE).for_each(|path| walks.advance(a, path));
+            if let Some(walks) = &words.path {
+                let parts = path.chunks_mut(LINES_AT_ONCE).enumerate();
+                parts.for_each(|(part, path)| walks.scores(a, part, path));
             }
             let start = Row::values(&path).iter().take(n);
             let mut sums: Vec<f64> = start.map(|x| f64::from(words.mean[a]) + f64::from(*x)).collect();
             let mut by_stage = words.stages.iter().zip(codes).map(|(tables, codes)| {
                 for (sum, code) in sums.iter_mut().zip(codes.chunks_exact(head.width())) {
                     let mut score = [0.0];
-                    tables[a].add(code, 0.0, &mut words.sums, &mut score);
+                    tables[a].scores(code, 0.0, false, &mut score);
                     *sum += f64::from(score[0]);
                 }
                 sums.clone()
@@ -332,7 +405,7 @@ mod tests {
             let head = codebook(words, has_path);
             let codes = head.encode(keys.view(), FIRST);
             let (chosen, both) = choose(
-                head.scores(queries.view(), FIRST),
+                &head.scores(queries.view(), FIRST..FIRST + n),
                 codes.each_ref().map(Vec::as_slice),
                 head.width(),
                 &fixed,

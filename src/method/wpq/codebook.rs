@@ -13,7 +13,8 @@ use super::path::MeanPath;
 use super::scores::{WordScores, WordTable};
 use super::section::{CHOL, CODEBOOK, Center, MEAN, MEAN_PRE, ROTATION, SECTION, STAGES, WpqParams};
 use crate::artifact::Artifact;
-use crate::compute::gemm;
+use crate::compute::layout::elements;
+use crate::compute::{gemm, simd};
 use crate::error::{Error, Result};
 use crate::model::rope::Rope;
 use crate::stats::kmeans::Codebook;
@@ -45,6 +46,10 @@ pub struct HeadCodebook {
 struct Stage {
     /// The words of each group, `[words,dim]`.
     groups: Vec<Codebook>,
+    /// The same by channel, `[m,dim,words]`.
+    by_channel: Vec<f32>,
+    /// Half of the squared length of each word, `[m,words]`.
+    half_squares: Vec<f32>,
 }
 
 /// Returns the channels of a group.
@@ -159,8 +164,11 @@ impl HeadCodebook {
             return Err(singular());
         }
         let group = |words: ArrayView2<f32>| Codebook::new(words.to_owned());
+        let half_square = |word: ArrayView1<f32>| 0.5 * word.dot(&word);
         let stage = |words: ArrayView3<f32>| Stage {
             groups: words.outer_iter().map(group).collect(),
+            by_channel: words.permuted_axes([0, 2, 1]).iter().copied().collect(),
+            half_squares: words.lanes(Axis(2)).into_iter().map(half_square).collect(),
         };
         Ok(Self {
             stages: std::array::from_fn(|i| stage(words.index_axis(Axis(0), i))),
@@ -236,6 +244,9 @@ impl HeadCodebook {
     /// holds the numbers of the nearest words in the order of the groups; of two 4-bit numbers in a byte, the first is in
     /// the low bits. The lowest number wins a tie.
     pub fn encode(&self, k_rope: ArrayView2<f32>, first: usize) -> [Vec<u8>; STAGES] {
+        if k_rope.nrows() == 1 {
+            return self.encode_one(k_rope, first);
+        }
         let rows = k_rope.axis_chunks_iter(Axis(0), ROWS).into_par_iter().enumerate();
         let chunks: Vec<[Vec<u8>; STAGES]> = rows
             .map(|(i, rows)| self.encode_rows(rows, first + i * ROWS))
@@ -243,29 +254,53 @@ impl HeadCodebook {
         std::array::from_fn(|stage| chunks.iter().flat_map(|chunk| &chunk[stage]).copied().collect())
     }
 
-    fn encode_rows(&self, k_rope: ArrayView2<f32>, first: usize) -> [Vec<u8>; STAGES] {
+    /// Encodes one key, `[1,d]`, as every decode step does.
+    fn encode_one(&self, k_rope: ArrayView2<f32>, position: usize) -> [Vec<u8>; STAGES] {
+        let keys = self.centred(k_rope, position);
+        let mut left = vec![0.0; self.projection.ncols()];
+        simd::row_product(elements(&keys), elements(&self.projection), &mut left);
+        self.stages.each_ref().map(|stage| stage.encode_one(&mut left))
+    }
+
+    /// Returns rotated keys, `[n,d]`, of the positions from `first` on, without the mean and without its path.
+    fn centred(&self, k_rope: ArrayView2<f32>, first: usize) -> Array2<f32> {
         let mut keys = &k_rope - &self.mean;
         if let Some(path) = &self.path {
             path.subtract(keys.view_mut(), first);
         }
+        keys
+    }
+
+    fn encode_rows(&self, k_rope: ArrayView2<f32>, first: usize) -> [Vec<u8>; STAGES] {
+        let keys = self.centred(k_rope, first);
         let mut left = product(keys.view(), self.projection.view());
         self.stages.each_ref().map(|stage| stage.encode(&mut left))
     }
 
-    /// Scores all words for the queries of a step, q_rope `[r,d]`, and the mean at the candidates from position `first`
-    /// on. Scores are in bits: divided by the square root of d, and multiplied by log2(e).
+    /// Scores all words for the queries of a step, q_rope `[r,d]`, and the mean at the candidates' positions. Scores are in
+    /// bits: divided by the square root of d, and multiplied by log2(e).
     ///
     /// # Numerics
     /// f32.
-    pub(super) fn scores(&self, q_rope: ArrayView2<f32>, first: usize) -> WordScores<'_> {
+    pub(super) fn scores(&self, q_rope: ArrayView2<f32>, candidates: Range<usize>) -> WordScores<'_> {
         let scale = in_bits(q_rope.ncols());
-        let y = product(q_rope, self.query_map.view()) * scale;
-        let of = |stage: &Stage| y.outer_iter().map(|y| stage.scores(y)).collect();
+        let map = elements(&self.query_map);
+        let mut y = vec![0.0; self.query_map.ncols()];
+        let mut stages = [(); STAGES].map(|_| Vec::with_capacity(q_rope.nrows()));
+        for query in q_rope.rows() {
+            let query: Vec<f32> = query.iter().map(|x| x * scale).collect();
+            simd::row_product(&query, map, &mut y);
+            for (tables, stage) in stages.iter_mut().zip(&self.stages) {
+                tables.push(stage.scores(&y));
+            }
+        }
         WordScores {
             mean: (q_rope.dot(&self.mean) * scale).to_vec(),
-            path: self.path.as_ref().map(|path| path.scores(q_rope, first, scale)),
-            stages: self.stages.each_ref().map(of),
-            sums: Vec::new(),
+            path: self
+                .path
+                .as_ref()
+                .map(|path| path.scores(q_rope, scale, candidates)),
+            stages,
         }
     }
 }
@@ -304,12 +339,40 @@ impl Stage {
         out
     }
 
+    /// Encodes one projected key, `[m dim]`, and subtracts its words from it.
+    fn encode_one(&self, left: &mut [f32]) -> Vec<u8> {
+        let (words, word_bits) = (self.words(), self.words().trailing_zeros() as usize);
+        let (dim, per_byte) = (left.len() / self.groups.len(), 8 / word_bits);
+        let (mut out, mut closeness) = (vec![0; self.width()], vec![0.0; words]);
+        for (j, (left, group)) in left.chunks_exact_mut(dim).zip(&self.groups).enumerate() {
+            simd::row_product(
+                left,
+                &self.by_channel[j * dim * words..][..dim * words],
+                &mut closeness,
+            );
+            let half_squares = &self.half_squares[j * words..][..words];
+            closeness
+                .iter_mut()
+                .zip(half_squares)
+                .for_each(|(x, half)| *x -= half);
+            let nearest = (1..words).fold(0, |best, w| if closeness[w] > closeness[best] { w } else { best });
+            let word = group.centroids().row(nearest);
+            left.iter_mut().zip(word).for_each(|(x, y)| *x -= y);
+            out[j / per_byte] |= (nearest as u8) << (j % per_byte * word_bits);
+        }
+        out
+    }
+
     /// Returns the products of the words with a projected query y, `[m dim]`.
-    fn scores(&self, y: ArrayView1<f32>) -> WordTable {
-        let own = |j: usize, group: &Codebook| y.slice_move(s![channels(j, group.centroids().ncols())]);
-        let groups = self.groups.iter().enumerate();
-        let products = groups.flat_map(|(j, group)| group.centroids().dot(&own(j, group)));
-        WordTable::new(products.collect(), self.words())
+    fn scores(&self, y: &[f32]) -> WordTable {
+        let (groups, words) = (self.groups.len(), self.words());
+        let dim = y.len() / groups;
+        let mut products = vec![0.0; groups * words];
+        let each = y.chunks_exact(dim).zip(self.by_channel.chunks_exact(dim * words));
+        for (out, (y, words)) in products.chunks_exact_mut(words).zip(each) {
+            simd::row_product(y, words, out);
+        }
+        WordTable::new(products, words)
     }
 }
 

@@ -5,11 +5,12 @@
 //! need not spend bits on it, because a step computes the score of `R_i m` for every position: `q . R_i m` depends only
 //! on the query and the distance.
 
+use std::ops::Range;
 use std::sync::Arc;
 
 use ndarray::{Array1, Array2, ArrayView1, ArrayView2, ArrayViewMut2};
 
-use super::waves::{Walks, Waves};
+use super::waves::{LEFT_OUT, Walks, Waves};
 use crate::compute::layout::elements_mut;
 use crate::model::rope::Rope;
 
@@ -88,9 +89,10 @@ impl MeanPath {
         }
     }
 
-    /// Returns the scores of rotated queries, `[r,d]`, with the mean at the positions from `first` on, times `scale`.
-    pub(super) fn scores(&self, q_rope: ArrayView2<f32>, first: usize, scale: f32) -> Walks<'_> {
-        Walks::new(&self.waves, q_rope, scale, self.mean.view(), first)
+    /// Returns the scores of rotated queries, `[r,d]`, with the mean at consecutive positions, times `scale`. They are off by
+    /// at most [`LEFT_OUT`] and the rounding.
+    pub(super) fn scores(&self, q_rope: ArrayView2<f32>, scale: f32, positions: Range<usize>) -> Walks<'_> {
+        Walks::new(&self.waves, q_rope, scale, self.mean.view(), positions, LEFT_OUT)
     }
 }
 
@@ -118,22 +120,22 @@ mod tests {
             let mut subtracted = Array2::zeros((n, d));
             path.subtract(subtracted.view_mut(), first);
             let expected = -queries.dot(&subtracted.t()) * 0.25;
-            let mut walks = path.scores(queries.view(), first, 0.25);
+            let walks = path.scores(queries.view(), 0.25, first..first + n);
             for (a, expected) in expected.rows().into_iter().enumerate() {
                 let mut scores = vec![Row::ZERO; rows(n)];
-                let blocks = scores.chunks_mut(LINES_AT_ONCE);
-                blocks.for_each(|scores| walks.advance(a, scores));
+                let parts = scores.chunks_mut(LINES_AT_ONCE).enumerate();
+                parts.for_each(|(part, scores)| walks.scores(a, part, scores));
                 for (i, (score, expected)) in Row::values(&scores).iter().zip(expected).enumerate() {
                     // Encoding rounds the angle of the arc's start and one below 64, and rotates twice; both sides
                     // round a sum over the channels; the bound of the waves is that of their own test.
-                    let waves = 3.0 * (4.4 * (i / LINE) as f64 + 16.0 + 45.0);
+                    let waves = 3.0 * (4.4 * (i / (LINES_AT_ONCE * LINE) + 1) as f64 + 18.0 + 45.0);
                     let units = |w: &f32| (first + i) as f64 * f64::from(*w) + 64.0 + waves + 2.0 * d as f64;
                     let size = |x: ArrayView1<f32>, pair: usize| f64::from(x[pair].hypot(x[pair + d / 2]));
                     let pairs = path.rope.frequencies().iter().enumerate();
                     let off = pairs.map(|(pair, w)| {
                         size(queries.row(a), pair) * size(path.mean.view(), pair) * units(w)
                     });
-                    let bound = 0.25 * 1.25 * off.sum::<f64>() / (1 << 24) as f64;
+                    let bound = f64::from(LEFT_OUT) + 0.25 * 1.25 * off.sum::<f64>() / (1 << 24) as f64;
                     let off = f64::from((score - expected).abs());
                     assert!(off <= bound, "{first} {n} {i}: {off} over {bound}");
                 }

@@ -1,6 +1,8 @@
 //! Estimated scores of keys: sums of table entries over the numbers of a code. Scores are in bits, the logarithms of
 //! probabilities to the base 2.
 
+use multiversion::multiversion;
+
 use super::section::STAGES;
 use super::waves::{LINE, LINES_AT_ONCE, Walks};
 use crate::compute::blocks::Row;
@@ -9,6 +11,8 @@ use crate::compute::simd;
 
 /// Number of values of a byte.
 const BYTES: usize = 256;
+/// Rounded entries that are summed before they become scores.
+const AT_ONCE: usize = 512;
 /// The most keys that are scored together, so that their scores stay in the cache.
 pub(super) const CHUNK: usize = LINES_AT_ONCE * LINE;
 
@@ -16,12 +20,10 @@ pub(super) const CHUNK: usize = LINES_AT_ONCE * LINE;
 pub(super) struct WordScores<'a> {
     /// The score of the mean key, `[r]`.
     pub mean: Vec<f32>,
-    /// The scores of the mean's path from the first candidate on, if codes describe the keys around it.
+    /// The scores of the mean's path at the candidates, if codes describe the keys around it.
     pub path: Option<Walks<'a>>,
     /// The scores of the words, by stage and query head.
     pub stages: [Vec<WordTable>; STAGES],
-    /// Room for the sums of rounded entries.
-    pub sums: Vec<u16>,
 }
 
 /// The scores of the words of one stage for one query.
@@ -48,20 +50,27 @@ impl WordTable {
         }
     }
 
-    /// Adds `base` and the sum of the entries of each code, `[n,width]`, to `out` `[n]`, where n is at most [`CHUNK`].
-    /// Returns the largest value. What `sums` holds is lost.
-    pub fn add(&self, codes: &[u8], base: f32, sums: &mut Vec<u16>, out: &mut [f32]) -> f32 {
+    /// Writes `base` and the sum of the entries of each code, `[n,width]`, to `out` `[n]`; with `add`, adds them. Returns the
+    /// largest value.
+    pub fn scores(&self, codes: &[u8], base: f32, add: bool, out: &mut [f32]) -> f32 {
         match self {
             Self::Rounded(rounded) => {
-                sums.resize(out.len(), 0);
-                rounded.tables.sums(codes, sums);
-                simd::add_line(sums, rounded.step, base + rounded.least, out)
+                let mut sums = [0; AT_ONCE];
+                let mut largest = f32::NEG_INFINITY;
+                let width = codes.len().checked_div(out.len()).unwrap_or(1);
+                for (codes, out) in codes.chunks(AT_ONCE * width).zip(out.chunks_mut(AT_ONCE)) {
+                    let sums = &mut sums[..out.len()];
+                    rounded.tables.sums(codes, sums);
+                    largest = largest.max(simd::line(sums, rounded.step, base + rounded.least, add, out));
+                }
+                largest
             }
             Self::Exact(table) => {
                 let width = table.len() / BYTES;
                 for (out, code) in out.iter_mut().zip(codes.chunks_exact(width)) {
                     let cells = code.iter().zip(table.as_chunks::<BYTES>().0);
-                    *out += base + cells.map(|(byte, table)| table[usize::from(*byte)]).sum::<f32>();
+                    let sum = base + cells.map(|(byte, table)| table[usize::from(*byte)]).sum::<f32>();
+                    *out = if add { *out + sum } else { sum };
                 }
                 simd::max(out)
             }
@@ -75,51 +84,62 @@ impl Rounded {
     /// # Numerics
     /// An entry is off by at most half a step. If a score is not finite, the estimated scores are meaningless.
     fn of(groups: &[[f32; PATTERNS]]) -> Self {
-        let least = |table: &[f32; PATTERNS]| table.iter().copied().fold(f32::INFINITY, f32::min);
-        let largest = |table: &[f32; PATTERNS]| table.iter().copied().fold(f32::NEG_INFINITY, f32::max);
-        let ranges = groups.iter().map(|table| largest(table) - least(table));
-        let step = ranges.fold(0.0, f32::max) / 255.0;
-        let inverse = if step > 0.0 { 1.0 / step } else { 0.0 };
-        let tables: Vec<[u8; PATTERNS]> = groups
-            .iter()
-            .map(|table| table.map(|x| ((x - least(table)) * inverse).round() as u8))
-            .collect();
-        Self {
-            tables: signs::Tables::new(&tables),
-            least: groups.iter().map(least).sum(),
-            step,
-        }
+        let mut tables = vec![[0; PATTERNS]; groups.len()];
+        let (least, step) = round(groups, &mut tables);
+        let tables = signs::Tables::new(&tables);
+        Self { tables, least, step }
     }
 }
 
+/// Rounds the scores of groups to u8, as [`Rounded`] has them. Returns the sum of the groups' least scores, and the step.
+#[multiversion(targets("x86_64+avx512f+avx512vl", "x86_64+avx2", "aarch64+neon"))]
+fn round(groups: &[[f32; PATTERNS]], tables: &mut [[u8; PATTERNS]]) -> (f32, f32) {
+    let (mut range, mut sum) = (0.0f32, 0.0);
+    for group in groups {
+        let least = fold(*group, |a, b| if b < a { b } else { a });
+        range = range.max(fold(*group, |a, b| if b > a { b } else { a }) - least);
+        sum += least;
+    }
+    let step = range / 255.0;
+    let inverse = if step > 0.0 { 1.0 / step } else { 0.0 };
+    for (group, table) in groups.iter().zip(tables) {
+        let least = fold(*group, |a, b| if b < a { b } else { a });
+        for l in 0..PATTERNS {
+            // No value is negative, so that the half makes the conversion, which rounds down, round to the nearest.
+            table[l] = ((group[l] - least) * inverse + 0.5) as u8;
+        }
+    }
+    (sum, step)
+}
+
+/// Reduces values by halves.
+#[inline(always)]
+fn fold(mut values: [f32; PATTERNS], of: impl Fn(f32, f32) -> f32) -> f32 {
+    for width in [8, 4, 2, 1] {
+        for l in 0..width {
+            values[l] = of(values[l], values[l + width]);
+        }
+    }
+    values[0]
+}
+
 impl WordScores<'_> {
-    /// Writes the estimated scores of the next n keys for query head `a` to the first values of `scores`, from their codes
-    /// of the first stage, `[n,width]`, and returns the largest. Calls score the keys in order, all but the last
-    /// [`CHUNK`] of them.
+    /// Writes the estimated scores of the keys of chunk number `chunk` for query head `a` to the first values of `scores`,
+    /// from their codes of the first stage, `[n,width]`, and returns the largest.
     ///
     /// # Numerics
     /// f32: the path of the mean, plus the mean and the first stage.
-    pub fn first_stage(&mut self, a: usize, n: usize, codes: &[u8], scores: &mut [Row]) -> f32 {
-        if let Some(walks) = &mut self.path {
-            walks.advance(a, scores);
+    pub fn first_stage(&self, a: usize, chunk: usize, codes: &[u8], n: usize, scores: &mut [Row]) -> f32 {
+        if let Some(path) = &self.path {
+            path.scores(a, chunk, scores);
         }
         let scores = &mut Row::values_mut(scores)[..n];
-        if self.path.is_none() {
-            scores.fill(0.0);
-        }
-        self.stages[0][a].add(codes, self.mean[a], &mut self.sums, scores)
+        self.stages[0][a].scores(codes, self.mean[a], self.path.is_some(), scores)
     }
 
     /// Writes to `out` `[n]` what the second stage adds to the scores of keys for query head `a`, from their codes
     /// of this stage, `[n,width]`. Returns the largest.
-    pub fn second_stage(&mut self, a: usize, codes: &[u8], out: &mut [f32]) -> f32 {
-        let (table, sums) = (&self.stages[1][a], &mut self.sums);
-        let width = codes.len().checked_div(out.len()).unwrap_or(1);
-        let chunks = codes.chunks(CHUNK * width).zip(out.chunks_mut(CHUNK));
-        let largest = chunks.map(|(codes, out)| {
-            out.fill(0.0);
-            table.add(codes, 0.0, sums, out)
-        });
-        largest.fold(f32::NEG_INFINITY, f32::max)
+    pub fn second_stage(&self, a: usize, codes: &[u8], out: &mut [f32]) -> f32 {
+        self.stages[1][a].scores(codes, 0.0, false, out)
     }
 }

@@ -3,44 +3,75 @@
 //! Such a score is a sum of waves, one per pair of channels: with a frequency w, it is
 //! `q . R_p m = sum (a cos(p w) + b sin(p w))`, where a and b are products of the pair's channels of q and m. A matrix
 //! product sums the waves of a line of consecutive positions. Over one line, the slow waves are together a polynomial of
-//! the position, so that a few terms serve for all of them.
+//! the position, so that a few terms serve for all of them. A query leaves out the terms that together cannot change a
+//! score by more than [`LEFT_OUT`].
 
+use std::cell::Cell;
 use std::f64::consts::PI;
+use std::ops::Range;
 
 use multiversion::multiversion;
 use ndarray::{ArrayView1, ArrayView2};
 
-use crate::compute::blocks::{PANEL, PANELS, PanelLine, Row, SIDE, TILE, multiply};
+use crate::compute::blocks::{PANEL, PANELS, PanelLine, ROWS, Row, SIDE, TILE, multiply_chosen};
 use crate::model::rope::Rope;
 
 /// Consecutive positions whose scores are one row of a product.
 pub(super) const LINE: usize = SIDE;
 /// The most lines that are scored together, so that factors and scores stay in the processor's cache.
-pub(super) const LINES_AT_ONCE: usize = 2 * TILE;
+pub(super) const LINES_AT_ONCE: usize = ROWS;
 /// Chebyshev polynomials of an even degree, from 0 on, whose sum is the cosine of a slow wave; as many of an odd degree
 /// are its sine.
 const TERMS: usize = 8;
+/// The polynomials that very slow waves need.
+const FEW_TERMS: usize = 4;
 /// The largest angle, in half a line, of a slow wave. The next polynomial's factor, `2 J_16(4.5)`, is below the rounding
 /// of f32.
 const SLOW: f64 = 4.5;
+/// Factors of polynomials that are not computed: half a unit of f32 in a wave, and less.
+const NEGLIGIBLE: f32 = 1.0 / (1 << 25) as f32;
+/// The most that what a query leaves out may add to a score, in bits: less than a thousandth of a probability.
+pub(super) const LEFT_OUT: f32 = 1.0 / 1024.0;
 
 /// The waves of a rotation.
 pub(super) struct Waves {
     /// The frequency of each pair of channels.
     frequencies: Vec<f64>,
+    /// The length of a rotated vector over that of the vector.
+    factor: f32,
     /// The pairs, the fast ones first.
     order: Vec<usize>,
     /// Number of fast pairs.
     n_fast: usize,
-    /// Cosines and sines of the angles of a whole line, in this order.
-    turn: [Vec<f32>; 2],
-    /// Per pair: the wave at each position of a line, the cosines of the fast pairs, then their sines, then the
-    /// polynomials of even degree, then those of odd degree: `[depth / SIDE, PANELS, SIDE]`.
+    /// Per pair, the cosines and sines of the turns to [`LINES_AT_ONCE`] lines, of which the first begins where the turn does.
+    turns: Vec<[[f32; LINES_AT_ONCE]; 2]>,
+    /// The turn past these lines.
+    past: Turn,
+    /// Per pair, the wave at each position of a line: cosine and sine of each fast pair, then the polynomials of even
+    /// degree, then those of odd degree: `[PANELS, columns, PANEL]`.
     table: Vec<PanelLine>,
-    /// Number of lines of the table that are used, in all its blocks.
-    depth: usize,
+    /// Number of columns of the table.
+    columns: usize,
     /// For each slow pair, the factors of the polynomials of its cosine, then of its sine.
     series: Vec<[[f32; TERMS]; 2]>,
+    /// Number of slow pairs that need more than [`FEW_TERMS`] polynomials; they come first.
+    n_full: usize,
+}
+
+/// A rotation of all pairs, in their order.
+struct Turn {
+    cos: Vec<f32>,
+    sin: Vec<f32>,
+}
+
+impl Turn {
+    /// Turns by the angles.
+    fn by(angles: impl Iterator<Item = f64>) -> Self {
+        let (cos, sin) = angles
+            .map(|angle| (angle.cos() as f32, angle.sin() as f32))
+            .unzip();
+        Self { cos, sin }
+    }
 }
 
 impl Waves {
@@ -52,21 +83,20 @@ impl Waves {
         let (fast, slow): (Vec<usize>, Vec<usize>) =
             (0..frequencies.len()).partition(|pair| half_angle(*pair).abs() > SLOW);
         let n_fast = fast.len();
-        let depth = 2 * n_fast + if slow.is_empty() { 0 } else { 2 * TERMS };
-        let mut table = vec![PanelLine::ZERO; depth.div_ceil(SIDE) * PANELS * SIDE];
-        for at in 0..depth {
+        let columns = 2 * n_fast + if slow.is_empty() { 0 } else { 2 * TERMS };
+        let mut table = vec![PanelLine::ZERO; PANELS * columns];
+        for column in 0..columns {
             for position in 0..LINE {
                 let angle = |pair: usize| position as f64 * frequencies[pair];
-                let value = if at < n_fast {
-                    factor * angle(fast[at]).cos()
-                } else if at < 2 * n_fast {
-                    factor * angle(fast[at - n_fast]).sin()
-                } else {
-                    let (parity, term) = ((at - 2 * n_fast) / TERMS, (at - 2 * n_fast) % TERMS);
-                    chebyshev(2 * term + parity, position as f64 / (LINE / 2) as f64 - 1.0)
+                let value = match column.checked_sub(2 * n_fast) {
+                    None if column % 2 == 0 => factor * angle(fast[column / 2]).cos(),
+                    None => factor * angle(fast[column / 2]).sin(),
+                    Some(at) => {
+                        let (parity, term) = (at / TERMS, at % TERMS);
+                        chebyshev(2 * term + parity, position as f64 / (LINE / 2) as f64 - 1.0)
+                    }
                 };
-                let line = (at / SIDE * PANELS + position / PANEL) * SIDE + at % SIDE;
-                table[line].0[position % PANEL] = value as f32;
+                table[position / PANEL * columns + column].0[position % PANEL] = value as f32;
             }
         }
         let series = slow.iter().map(|pair| {
@@ -76,40 +106,92 @@ impl Waves {
             };
             [of(f64::cos, 0), of(f64::sin, 1)]
         });
-        let series = series.collect();
+        let series: Vec<[[f32; TERMS]; 2]> = series.collect();
+        let is_full = |of: &[[f32; TERMS]; 2]| {
+            of.iter()
+                .any(|of| of[FEW_TERMS..].iter().any(|x| x.abs() > NEGLIGIBLE))
+        };
+        let n_full = series.iter().rposition(is_full).map_or(0, |last| last + 1);
         let order = [fast, slow].concat();
-        let angles = order.iter().map(|pair| frequencies[*pair] * LINE as f64);
-        let turn = [f64::cos as fn(f64) -> f64, f64::sin]
-            .map(|of| angles.clone().map(|angle| of(angle) as f32).collect());
+        let angle = |pair: usize, lines: usize| frequencies[pair] * (lines * LINE) as f64;
+        let turns = |pair: &usize| {
+            let of = |function: fn(f64) -> f64| std::array::from_fn(|i| function(angle(*pair, i)) as f32);
+            [of(f64::cos), of(f64::sin)]
+        };
         Self {
+            turns: order.iter().map(turns).collect(),
+            past: Turn::by(order.iter().map(|pair| angle(*pair, LINES_AT_ONCE))),
+            n_full,
+            factor: factor as f32,
             frequencies,
             order,
             n_fast,
-            turn,
             table,
-            depth,
+            columns,
             series,
         }
     }
 
-    /// Returns the waves of a query with a vector: of the fast pairs at the start of the line that begins at position
-    /// `first`, of the slow pairs in its middle.
-    fn at(&self, query: &[f32], vector: ArrayView1<f32>, first: usize) -> Factors {
+    /// Returns the turn from position 0 to the line that begins at position `first`: to its start for the fast pairs, and to
+    /// its middle for the slow ones.
+    fn turn_to(&self, first: usize) -> Turn {
+        let angle = |(i, pair): (usize, &usize)| {
+            let position = if i < self.n_fast { first } else { first + LINE / 2 };
+            position as f64 * self.frequencies[*pair]
+        };
+        Turn::by(self.order.iter().enumerate().map(angle))
+    }
+
+    /// Returns the waves of a query with a vector, at the line to which `turn` leads.
+    fn at(&self, query: &[f32], vector: ArrayView1<f32>, turn: &Turn) -> Factors {
         let half = self.frequencies.len();
         let (mut cos, mut sin) = (Vec::with_capacity(half), Vec::with_capacity(half));
-        for (i, &pair) in self.order.iter().enumerate() {
+        for (&pair, (x, y)) in self.order.iter().zip(turn.cos.iter().zip(&turn.sin)) {
             let (q, m) = (
                 [query[pair], query[pair + half]],
                 [vector[pair], vector[pair + half]],
             );
             let (a, b) = (q[0] * m[0] + q[1] * m[1], q[1] * m[0] - q[0] * m[1]);
-            let position = if i < self.n_fast { first } else { first + LINE / 2 };
-            let (y, x) = (position as f64 * self.frequencies[pair]).sin_cos();
-            let (x, y) = (x as f32, y as f32);
             cos.push(a * x + b * y);
             sin.push(b * x - a * y);
         }
         Factors { cos, sin }
+    }
+
+    /// Returns the columns of the table that a query needs, ascending: without those that together change no score by more
+    /// than `left_out`.
+    fn needed(&self, factors: &Factors, mut left_out: f32) -> Vec<u16> {
+        let amplitudes = factors.cos.iter().zip(&factors.sin);
+        let amplitudes: Vec<f32> = amplitudes.map(|(a, b)| (a * a + b * b).sqrt()).collect();
+        let (fast, slow) = amplitudes.split_at(self.n_fast);
+        let mut of_terms = [[0.0f32; TERMS]; 2];
+        for (amplitude, series) in slow.iter().zip(&self.series) {
+            for (sums, factors) in of_terms.iter_mut().zip(series) {
+                for term in 0..TERMS {
+                    sums[term] += amplitude * factors[term].abs();
+                }
+            }
+        }
+        // The most that a pair or a term adds, and its columns.
+        let fast = fast
+            .iter()
+            .map(|amplitude| amplitude * self.factor)
+            .zip((0..).step_by(2));
+        let fast = fast.map(|(most, column)| (most, column..column + 2));
+        let terms = of_terms
+            .into_iter()
+            .flatten()
+            .zip(2 * self.n_fast as u16..self.columns as u16);
+        let terms = terms.map(|(most, column)| (most, column..column + 1));
+        let mut parts: Vec<(f32, Range<u16>)> = fast.chain(terms).collect();
+        parts.sort_unstable_by(|a, b| a.0.total_cmp(&b.0));
+        let needed = parts.into_iter().skip_while(|(most, _)| {
+            left_out -= most;
+            left_out >= 0.0
+        });
+        let mut kept: Vec<u16> = needed.flat_map(|(_, columns)| columns).collect();
+        kept.sort_unstable();
+        kept
     }
 }
 
@@ -127,128 +209,131 @@ fn chebyshev_factor(function: impl Fn(f64) -> f64, degree: usize) -> f64 {
 }
 
 /// The factors of the cosines and of the sines of all pairs, the fast ones first.
+#[derive(Clone)]
 struct Factors {
     cos: Vec<f32>,
     sin: Vec<f32>,
 }
 
-/// Returns the factors of the polynomials of even and of odd degree whose sum is the slow waves with these factors.
-#[inline(always)]
-fn polynomials(series: &[[[f32; TERMS]; 2]], cos: &[f32], sin: &[f32]) -> [[f32; TERMS]; 2] {
-    // Two partial sums each, so that no addition waits for the one before it.
-    let (mut even, mut odd) = ([[0.0f32; TERMS]; 2], [[0.0f32; TERMS]; 2]);
-    let (pairs, rest) = series.as_chunks::<2>();
-    let (cos, sin) = (cos.as_chunks::<2>(), sin.as_chunks::<2>());
-    for ([a, b], (cos, sin)) in pairs.iter().zip(cos.0.iter().zip(sin.0)) {
-        for term in 0..TERMS {
-            even[0][term] += a[0][term] * cos[0];
-            odd[0][term] += a[1][term] * sin[0];
-            even[1][term] += b[0][term] * cos[1];
-            odd[1][term] += b[1][term] * sin[1];
-        }
+/// Turns each pair (a, b) to (a cos + b sin, b cos - a sin).
+fn turn(by: &Turn, factors: &mut Factors) {
+    let pairs = factors.cos.iter_mut().zip(&mut factors.sin);
+    for ((a, b), (cos, sin)) in pairs.zip(by.cos.iter().zip(&by.sin)) {
+        (*a, *b) = (*a * cos + *b * sin, *b * cos - *a * sin);
     }
-    for (a, (cos, sin)) in rest.iter().zip(cos.1.iter().zip(sin.1)) {
-        for term in 0..TERMS {
-            even[0][term] += a[0][term] * cos;
-            odd[0][term] += a[1][term] * sin;
-        }
-    }
-    for term in 0..TERMS {
-        even[0][term] += even[1][term];
-        odd[0][term] += odd[1][term];
-    }
-    [even[0], odd[0]]
 }
 
-/// Writes the left factor of a product, `[blocks, LINES_AT_ONCE, SIDE]`, for some consecutive lines, and turns the
-/// factors past them.
+/// The values of one column of the left factor, by line.
+type Column = [f32; LINES_AT_ONCE];
+
+/// Writes the columns of the left factor, all those of the table, for the lines from the one of `factors` on.
 ///
 /// # Numerics
-/// f32. The factors are turned by one line after the other.
+/// f32. Each line's factors are turned once.
 #[multiversion(targets("x86_64+avx512f+avx512vl", "x86_64+avx2", "aarch64+neon"))]
-fn write_lines(waves: &Waves, factors: &mut Factors, lines: usize, rows: &mut [Row]) {
-    let (n, n_fast) = (waves.order.len(), waves.n_fast);
-    let [turn_cos, turn_sin] = &waves.turn;
-    let (turn_cos, turn_sin) = (&turn_cos[..n], &turn_sin[..n]);
-    let (cos, sin) = (&mut factors.cos[..n], &mut factors.sin[..n]);
-    let mut wide = vec![0.0; waves.depth];
-    for i in 0..lines {
-        let line = match waves.depth <= SIDE {
-            true => &mut rows[i].0[..waves.depth],
-            false => wide.as_mut_slice(),
-        };
-        let [even, odd] = polynomials(&waves.series, &cos[n_fast..], &sin[n_fast..]);
-        let (fast, of_slow) = line.split_at_mut(2 * n_fast);
-        if let Some((of_cos, of_sin)) = of_slow.split_at_mut_checked(TERMS) {
-            of_cos.copy_from_slice(&even);
-            of_sin.copy_from_slice(&odd);
-        }
-        let (of_cos, of_sin) = fast.split_at_mut(n_fast);
-        // Each pair (a, b) is turned to (a cos + b sin, b cos - a sin).
-        let turn = |pair: usize, a: &mut f32, b: &mut f32| {
-            let (x, y) = (*a, *b);
-            *a = x * turn_cos[pair] + y * turn_sin[pair];
-            *b = y * turn_cos[pair] - x * turn_sin[pair];
-        };
-        for pair in 0..n_fast {
-            (of_cos[pair], of_sin[pair]) = (cos[pair], sin[pair]);
-            turn(pair, &mut cos[pair], &mut sin[pair]);
-        }
-        for pair in n_fast..n {
-            turn(pair, &mut cos[pair], &mut sin[pair]);
-        }
-        if waves.depth > SIDE {
-            for (part, rows) in wide.chunks(SIDE).zip(rows.chunks_exact_mut(LINES_AT_ONCE)) {
-                rows[i].0[..part.len()].copy_from_slice(part);
+fn write_lines(waves: &Waves, factors: &Factors, columns: &mut Vec<Column>) {
+    columns.clear();
+    let pairs = factors.cos.iter().zip(&factors.sin).zip(&waves.turns);
+    for ((cos, sin), turns) in pairs.clone().take(waves.n_fast) {
+        columns.extend(turned(*cos, *sin, turns));
+    }
+    let mut sums = [[[0.0f32; LINES_AT_ONCE]; TERMS]; 2];
+    let slow = pairs.skip(waves.n_fast).zip(&waves.series).enumerate();
+    for (i, (((cos, sin), turns), series)) in slow {
+        let turned = turned(*cos, *sin, turns);
+        for (sums, (turned, series)) in sums.iter_mut().zip(turned.iter().zip(series)) {
+            let terms = if i < waves.n_full { TERMS } else { FEW_TERMS };
+            for (sums, factor) in sums.iter_mut().zip(series).take(terms) {
+                for l in 0..LINES_AT_ONCE {
+                    sums[l] += factor * turned[l];
+                }
             }
         }
     }
+    if !waves.series.is_empty() {
+        columns.extend(sums.into_iter().flatten());
+    }
+}
+
+/// Returns the factors of the cosine and of the sine of one pair at every line.
+#[inline(always)]
+fn turned(a: f32, b: f32, [cos, sin]: &[Column; 2]) -> [Column; 2] {
+    let mut out = [[0.0; LINES_AT_ONCE]; 2];
+    for l in 0..LINES_AT_ONCE {
+        out[0][l] = a * cos[l] + b * sin[l];
+        out[1][l] = b * cos[l] - a * sin[l];
+    }
+    out
 }
 
 /// The scores of several queries with one rotated vector, at ascending positions.
 pub(super) struct Walks<'a> {
     waves: &'a Waves,
-    /// The factors of each query at its next line.
+    queries: Vec<Walk>,
+}
+
+/// The scores of one query.
+struct Walk {
+    /// The columns of the table that are added up.
+    columns: Vec<u16>,
+    /// The factors at every [`LINES_AT_ONCE`]th line.
     factors: Vec<Factors>,
-    /// The left factor of a product, `[blocks, LINES_AT_ONCE, SIDE]`.
-    rows: Vec<Row>,
 }
 
 impl<'a> Walks<'a> {
-    /// Starts at position `first`, with queries `[r,d]` times `scale` and the vector `[d]`.
+    /// Prepares the scores of consecutive positions, with queries `[r,d]` times `scale` and the vector `[d]`. Terms that
+    /// together change no score by more than `left_out` are left out.
     pub fn new(
         waves: &'a Waves,
         queries: ArrayView2<f32>,
         scale: f32,
         vector: ArrayView1<f32>,
-        first: usize,
+        Range { start: first, end }: Range<usize>,
+        left_out: f32,
     ) -> Self {
-        let of = |query: ArrayView1<f32>| waves.at(&(&query * scale).to_vec(), vector, first);
+        let to_first = waves.turn_to(first);
+        let of = |query: ArrayView1<f32>| {
+            let mut at = waves.at(&(&query * scale).to_vec(), vector, &to_first);
+            let columns = waves.needed(&at, left_out);
+            let parts = (end - first).div_ceil(LINES_AT_ONCE * LINE);
+            let next = |_| {
+                let here = at.clone();
+                turn(&waves.past, &mut at);
+                here
+            };
+            let factors = (0..parts).map(next).collect();
+            Walk { columns, factors }
+        };
         Self {
             waves,
-            factors: queries.rows().into_iter().map(of).collect(),
-            rows: vec![Row::ZERO; waves.depth.div_ceil(SIDE) * LINES_AT_ONCE],
+            queries: queries.rows().into_iter().map(of).collect(),
         }
     }
 
-    /// Writes the scores of query `a` at its next positions, a line to a row of `scores`. Their number is a multiple of
-    /// [`TILE`], at most [`LINES_AT_ONCE`].
+    /// Writes the scores of query `a` from position `part LINES_AT_ONCE LINE` on, counted from the first, a line to a row of
+    /// `scores`. Their number is a multiple of [`TILE`], at most [`LINES_AT_ONCE`].
     ///
     /// # Numerics
     /// f32.
-    pub fn advance(&mut self, a: usize, scores: &mut [Row]) {
-        let (waves, lines) = (self.waves, scores.len());
-        write_lines(waves, &mut self.factors[a], lines, &mut self.rows);
-        let rows = self.rows.chunks_exact(LINES_AT_ONCE);
-        let tables = waves.table.chunks_exact(PANELS * SIDE);
-        for (block, (rows, table)) in rows.zip(tables).enumerate() {
-            let depth = SIDE.min(waves.depth - block * SIDE);
-            multiply(&rows[..lines], depth, table, PANELS, scores, block > 0);
+    pub fn scores(&self, a: usize, part: usize, scores: &mut [Row]) {
+        let (waves, walk) = (self.waves, &self.queries[a]);
+        let mut left = LEFT.take();
+        write_lines(waves, &walk.factors[part], &mut left);
+        for (to, &column) in walk.columns.iter().enumerate() {
+            // The columns ascend, so that none is overwritten before it is read.
+            left[to] = left[usize::from(column)];
         }
+        multiply_chosen(&left, &walk.columns, &waves.table, scores);
+        LEFT.set(left);
     }
 }
 
-/// Returns the number of rows that [`Walks::advance`] needs for the scores at `n` positions.
+thread_local! {
+    /// The left factor of a product, by column.
+    static LEFT: Cell<Vec<Column>> = Cell::default();
+}
+
+/// Returns the number of rows that [`Walks::scores`] needs for the scores at `n` positions.
 pub(super) fn rows(n: usize) -> usize {
     n.div_ceil(LINE).next_multiple_of(TILE)
 }
@@ -279,7 +364,7 @@ mod tests {
             let waves = Waves::new(&rope);
             let is_split = waves.n_fast < d / 2;
             let expected = ([1e4, 5e5].contains(&theta), d == 256);
-            assert_eq!((is_split, waves.depth > SIDE), expected, "{theta}");
+            assert_eq!((is_split, waves.columns > SIDE), expected, "{theta}");
             let (query, vector) = (values(d, 1), values(d, 2));
             let frequencies = rope.frequencies().iter().enumerate();
             let pairs: Vec<_> = frequencies
@@ -290,7 +375,7 @@ mod tests {
                 .map(|(q, m, _)| 1.25 * q[0].hypot(q[1]) * m[0].hypot(m[1]));
             let size: f64 = amplitudes.sum();
             // Of the product with the table, and of the sums that make its polynomials.
-            let terms = waves.depth + 2 * waves.series.len();
+            let terms = waves.columns + 2 * waves.series.len();
             // How much larger than a slow wave the sum of the magnitudes of its polynomials may be.
             let series = waves.series.iter().flatten();
             let spread = series.map(|factors| factors.iter().map(|x| x.abs() / 1.25).sum::<f32>());
@@ -298,25 +383,80 @@ mod tests {
             assert!(spread < 3.0, "{spread}");
             for (first, n) in [(0, 1), (4, 128), (5, 300), (100_000, 7000)] {
                 let queries = ArrayView2::from_shape((1, d), &query).unwrap();
-                let mut walks = Walks::new(&waves, queries, 1.0, ArrayView1::from(&vector), first);
+                let walks = Walks::new(
+                    &waves,
+                    queries,
+                    1.0,
+                    ArrayView1::from(&vector),
+                    first..first + n,
+                    0.0,
+                );
                 let mut scores = vec![Row::ZERO; rows(n)];
-                let blocks = scores.chunks_mut(LINES_AT_ONCE);
-                blocks.for_each(|scores| walks.advance(0, scores));
+                let parts = scores.chunks_mut(LINES_AT_ONCE).enumerate();
+                parts.for_each(|(part, scores)| walks.scores(0, part, scores));
                 for (i, score) in Row::values(&scores).iter().enumerate().take(n) {
                     let wave = |([q, r], [m, o], w): &([f64; 2], [f64; 2], f64)| {
                         let (sin, cos) = ((first + i) as f64 * w).sin_cos();
                         1.25 * (q * (m * cos - o * sin) + r * (o * cos + m * sin))
                     };
                     let exact: f64 = pairs.iter().map(wave).sum();
-                    // A turn to the next line is off by at most 4.4 units, the factors of the first line and the table by
-                    // 16; every term of a sum, the cosine's and the sine's together sqrt(2) times a wave, by one.
-                    let turned = 4.4 * (i / LINE) as f64 + 16.0;
+                    // A turn is off by at most 4.4 units, the factors of the first line and the table by 16, what very slow
+                    // waves leave out is at most half a unit for each of four terms; every term of a sum, the cosine's and
+                    // the sine's together sqrt(2) times a wave, is off by one.
+                    let turns = i / (LINES_AT_ONCE * LINE) + 1;
+                    let turned = 4.4 * turns as f64 + 18.0;
                     let units = spread * (turned + terms as f64 * std::f64::consts::SQRT_2);
                     let off = (f64::from(*score) - exact).abs();
                     assert!(off <= size * units * UNIT, "{theta} {first} {i}: {score} {exact}");
                 }
             }
         }
+    }
+
+    #[test]
+    fn what_is_left_out_changes_no_score_by_more_than_asked() {
+        let (rope, d, n) = (rope(1e4, 64), 64, 4000);
+        let waves = Waves::new(&rope);
+        let query = values(d, 1);
+        let vector: Vec<f32> = values(d, 2)
+            .iter()
+            .enumerate()
+            .map(|(i, x)| x / (1 + i % 32) as f32)
+            .collect();
+        let queries = ArrayView2::from_shape((1, d), &query).unwrap();
+        let of = |left_out: f32| {
+            let walks = Walks::new(
+                &waves,
+                queries,
+                1.0,
+                ArrayView1::from(&vector),
+                7..7 + n,
+                left_out,
+            );
+            let mut scores = vec![Row::ZERO; rows(n)];
+            let parts = scores.chunks_mut(LINES_AT_ONCE).enumerate();
+            parts.for_each(|(part, scores)| walks.scores(0, part, scores));
+            (walks.queries[0].columns.len(), Row::values(&scores)[..n].to_vec())
+        };
+        let (all, exact) = of(0.0);
+        let mut before = all;
+        for left_out in [0.01, 0.1, 1.0] {
+            let (columns, scores) = of(left_out);
+            assert!(columns < before, "{left_out}: {columns} of {before}");
+            before = columns;
+            let off = scores
+                .iter()
+                .zip(&exact)
+                .map(|(a, b)| (a - b).abs())
+                .fold(0.0, f32::max);
+            assert!(
+                (0.02 * left_out..=left_out + 1e-5).contains(&off),
+                "{left_out}: {off}"
+            );
+        }
+        let (none, scores) = of(1e9);
+        assert!(none == 0 && scores.iter().all(|score| *score == 0.0), "{none}");
+        assert_eq!(all, waves.columns);
     }
 
     #[test]
