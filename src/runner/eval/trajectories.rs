@@ -188,16 +188,22 @@ impl HeadTrajectories {
         }
         let kv = self.stored.as_ref().unwrap_or(&self.exact);
         // Without judging there is no shadow after the first prompt.
-        for (v, &leader) in leaders.iter().enumerate().take(self.shadows.len()) {
+        let copies =
+            |v: usize, shadow: &Chooser| is_first && leaders[v] != v && !shadow.retriever.depends_on_budget();
+        let shadows = self.shadows.par_iter_mut().enumerate();
+        shadows.for_each(|(v, shadow)| {
+            if !copies(v, shadow) {
+                shadow.retriever.prefill(&seen.view(kv));
+                shadow.restart_tail(kv, seen.model_window);
+            }
+        });
+        for v in 0..self.shadows.len() {
             let (before, rest) = self.shadows.split_at_mut(v);
             let shadow = &mut rest[0];
-            match before.get(leader) {
-                Some(leader) if is_first && !shadow.retriever.depends_on_budget() => {
-                    shadow.retriever = leader.retriever.fork();
-                }
-                _ => shadow.retriever.prefill(&seen.view(kv)),
+            if copies(v, shadow) {
+                shadow.retriever = before[leaders[v]].retriever.fork();
+                shadow.restart_tail(kv, seen.model_window);
             }
-            shadow.restart_tail(kv, seen.model_window);
         }
     }
 
@@ -234,24 +240,28 @@ impl HeadTrajectories {
             let full = full.to_owned();
             let judge = Judge::new(input.set, weights.view(), full.view());
             let kv = self.stored.as_ref().unwrap_or(&self.exact);
-            for (shadow, variant) in self.shadows.iter_mut().zip(input.variants) {
+            let shadows = self.shadows.par_iter_mut().zip(input.variants);
+            let measured = shadows.map(|(shadow, variant)| {
                 let step = token.step(input.step, input.set, variant.budget, kv);
                 let mut output = Array2::zeros(full.dim());
                 let reads = &mut Reads::new(input.options.granule);
                 let choice = decode_head(&token, &step, input.set, shadow, output.view_mut(), reads);
-                metrics.push(judge.measure(&choice, step.budget, output.view_mut()));
-            }
+                judge.measure(&choice, step.budget, output.view_mut())
+            });
+            metrics = measured.collect();
         }
-        let mut chosen = Vec::new();
-        for (v, (head, variant)) in self.own.iter_mut().zip(input.variants).enumerate() {
+        let (_, mut outputs) = out.view_mut().split_at(Axis(0), 1);
+        let own = self.own.par_iter_mut().zip(input.variants);
+        let own = own.zip(outputs.axis_iter_mut(Axis(0)));
+        let chosen = own.enumerate().map(|(v, ((head, variant), output))| {
             let token = Token::of(input.rows, c, input.group, v + 1);
-            let output = out.index_axis_mut(Axis(0), v + 1);
             let options = Options {
                 budget: variant.budget,
                 ..*input.options
             };
-            chosen.push(head.step(&token, input.step, input.set, &options, output));
-        }
+            head.step(&token, input.step, input.set, &options, output)
+        });
+        let chosen = chosen.collect();
         HeadStep { metrics, chosen }
     }
 }
