@@ -13,7 +13,7 @@ use crate::quant::{RoundedRow, dots};
 use crate::weight::{Stored, Weight};
 
 /// Output channels per task if there are few input rows.
-const FEW_CHANNELS: usize = 64;
+const FEW_CHANNELS: usize = 128;
 /// The most output channels per task.
 const CHANNELS: usize = 504;
 /// Blocks of [`SIDE`] input rows per task.

@@ -17,9 +17,6 @@ const BLOCKS: usize = WORD / BLOCK;
 pub const LINES_AHEAD: usize = 24;
 /// How many set bits of a word are listed without a branch; most words have fewer.
 const SELDOM_MORE: usize = 4;
-/// A mask is sparse if less than one in this many bits is set.
-#[cfg(target_arch = "x86_64")]
-const SPARSE: usize = 12;
 /// Values that are compared with both of two thresholds before the next ones are; a multiple of [`WORD`].
 const PART: usize = 2048;
 /// How many bytes ahead of the current read to prefetch: two pages of memory, because the hardware does not prefetch
@@ -100,11 +97,6 @@ pub fn places(bits: &[u64], first: u32) -> Vec<u32> {
     match_target! {
         // SAFETY: compiled for, and chosen on, machines with AVX-512F.
         "x86_64+avx512f+bmi1+popcnt" => unsafe { x86::places(bits, first, &mut out) },
-        "x86_64+avx2+bmi1+popcnt" => match out.len() * SPARSE < bits.len() * WORD {
-            true => write_places(bits, first, &mut out),
-            // SAFETY: compiled for, and chosen on, machines with AVX2.
-            false => unsafe { x86::places_by_eight(bits, first, &mut out) },
-        },
         _ => write_places(bits, first, &mut out),
     }
     out.truncate(count as usize);
@@ -224,21 +216,6 @@ mod x86 {
     #[target_feature(enable = "avx2")]
     fn set_bits_of(byte: u8) -> __m256i {
         _mm256_cvtepu8_epi32(_mm_cvtsi64_si128(SET_BITS[usize::from(byte)] as i64))
-    }
-
-    /// Implements [`super::places`]; `out` has at least [`BLOCK`] values more than there are set bits.
-    #[target_feature(enable = "avx2,popcnt")]
-    pub fn places_by_eight(bits: &[u64], first: u32, out: &mut [u32]) {
-        let (mut len, step) = (0, _mm256_set1_epi32(8));
-        let mut start = _mm256_set1_epi32(first as i32);
-        for byte in bits.iter().flat_map(|word| word.to_le_bytes()) {
-            let room = &mut out[len..len + 8];
-            let kept = _mm256_add_epi32(set_bits_of(byte), start);
-            // SAFETY: eight values have 32 bytes.
-            unsafe { _mm256_storeu_si256(room.as_mut_ptr().cast(), kept) };
-            len += byte.count_ones() as usize;
-            start = _mm256_add_epi32(start, step);
-        }
     }
 
     /// Implements [`super::pick`]; `out` has at least [`BLOCK`] values more than there are set bits.

@@ -1,8 +1,7 @@
 //! A team of threads that stays through a decode step.
 //!
-//! A step has some hundred short loops, one after the other. To wake a thread for each of them takes longer than many of
-//! the loops, so the threads of a team wait in a loop of their own, without sleep, and find new work within a microsecond. They
-//! sleep between steps.
+//! A step has some hundred short loops, one after the other. So that no thread has to be woken for each of them, the threads
+//! of a team look for new work in a loop of their own, and sleep only between steps.
 //!
 //! Work is posted as a job: a number of tasks, which every thread takes one by one. A task may post a job itself; a thread
 //! that waits for the end of a job takes tasks of others meanwhile. Who takes a task changes nothing in its result.

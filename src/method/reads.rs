@@ -73,19 +73,6 @@ impl Reads {
 
     /// Adds items of `width` bytes of an array, at ascending places.
     pub fn items(&mut self, width: usize, places: impl IntoIterator<Item = usize>) {
-        if width.is_power_of_two() && width <= self.granule {
-            // No item lies in two granules, so that it is enough to count changes of the granule.
-            let shift = (self.granule / width).trailing_zeros();
-            let (mut items, mut granules, mut last) = (0, 0, usize::MAX);
-            for granule in places.into_iter().map(|place| place >> shift) {
-                granules += usize::from(granule != last);
-                last = granule;
-                items += 1;
-            }
-            add(&mut self.index_bytes, items * width);
-            add(&mut self.moved_bytes, granules * self.granule);
-            return;
-        }
         self.spans(places.into_iter().map(|place| place * width..(place + 1) * width));
     }
 

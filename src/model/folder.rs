@@ -249,7 +249,7 @@ fn no_checkpoint(dir: &Path) -> Error {
 
 /// Says why there is no folder of this name.
 fn absent(dir: &Path) -> Error {
-    let absent = format!("model folder {} does not exist", dir.display());
+    let absent = format!("model {} does not exist", dir.display());
     let Some(id) = dir
         .to_str()
         .and_then(HubId::parse)

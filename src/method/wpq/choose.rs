@@ -391,6 +391,23 @@ mod tests {
         order
     }
 
+    /// A decode step encodes one key in a loop of its own.
+    #[test]
+    fn a_key_alone_has_the_code_that_it_has_among_others() {
+        let keys = matrix(300, 7, 1.0);
+        for (words, has_path) in [(16, false), (16, true), (256, false), (256, true)] {
+            let head = codebook(words, has_path);
+            let all = head.encode(keys.view(), FIRST);
+            for (i, key) in keys.rows().into_iter().enumerate() {
+                let alone = head.encode(key.insert_axis(ndarray::Axis(0)), FIRST + i);
+                for (alone, all) in alone.iter().zip(&all) {
+                    let row = &all[i * head.width()..][..head.width()];
+                    assert_eq!(alone, row, "{words} {has_path} {i}");
+                }
+            }
+        }
+    }
+
     /// The scores grow along the positions, so that every chunk raises the shift.
     #[test]
     fn a_choice_over_several_chunks_is_that_of_a_plain_softmax() {
