@@ -1,15 +1,16 @@
 # make demo   build, calibrate the bundled model, generate with it, time the methods, write a report
 # make test   every test; make check: format, lints, documentation, and whether the fuzz targets compile
-# make fuzz   random inputs to everything that is read, FUZZ_SECONDS=60 for each target (docs/fuzzing.md)
-# make real   fetch a real model and texts (150 MB) and check them against transformers (docs/real.md)
+# make fuzz   random inputs to everything that is read, FUZZ_SECONDS=60 for each target (docs/dev/fuzzing.md)
+# make real   fetch a real model and texts (150 MB) and check them against transformers (docs/dev/replication.md)
 # make sweep       the best options of every method on development text; ONLY=quest,lfps searches for some methods alone
 # make results     what the methods lose, and which claims of the papers hold, then all pages; `make results-long` measures
 #                  one table (scripts/results.py lists them). FINAL=1: the final texts, once per version
 # make study       whether calibration pays on that model; `make study-pays`, `-domains`, `-lengths`: one part
-# make pages       docs/results.md and every table that is made from docs/results/*.json, without measuring anything
+# make results-decode   tokens per second of whole models, with the losses at the same settings
+# make pages       docs/results.md and every table and picture that is made from docs/results/*.json, without measuring anything
 # make cluster-test   the scripts of docs/cluster.md on a Slurm that runs on this machine meanwhile; less than three minutes
 # make static   a program that carries OpenBLAS inside (Linux; libgfortran-12-dev beside what `make demo` needs)
-# make screenshots   docs/report-*.png, the page of the real model (after `make results`)
+# make screenshots   docs/pictures/report-*.png, the report of the real model
 # make cuda   fetch a CUDA compiler (524 MB on disk) where there is none, for the kernels and their test
 
 CARGO ?= cargo
@@ -20,6 +21,8 @@ REAL = target/real
 LAB = $(REAL)/lab
 # Methods that `make sweep` searches for; empty = all.
 ONLY =
+# A Python with llama-cpp-python, for `make results-decode`.
+LLAMA =
 # The tables of `make results`, of which each has a document in docs/results. Of `make results-easy-4096` too.
 TABLES = text long same claims questions-4096 questions-8192 tasks-4096 wpq-bits wpq-center equal-time code-store index-search
 REAL_PYTHON = $(REAL)/python/bin/python
@@ -87,6 +90,12 @@ endif
 results-equal-time: real
 	$(REAL_PYTHON) benches/equal_time.py $(KVSMITH) $(REAL)
 
+# Tokens per second beside llama.cpp, at the settings whose losses are known: at most two hours, on an idle machine.
+# LLAMA: a Python with llama-cpp-python.
+results-decode: real
+	$(REAL_PYTHON) benches/decode_peers.py $(KVSMITH) $(REAL) $(if $(LLAMA),--llama $(LLAMA))
+	$(MAKE) pages
+
 results-code-store results-index-search: results-%: real $(REAL)/python/faiss
 	$(REAL_PYTHON) benches/$(subst -,_,$*).py $(KVSMITH) $(REAL)
 
@@ -104,15 +113,13 @@ study-%: real
 pages: target/python/complete
 	$(PYTHON) scripts/render.py
 
-# The page of the real model, as pictures for the documentation; needs Chromium, and what the tables named below left in $(LAB).
-screenshots: results-text results-long results-questions-4096
-	$(KVSMITH) calibrate --model $(REAL)/model --text calib-data/text.txt --max-tokens 40960 --size 1024 --holdout 0.1 \
-		--seq-len 8192 --no-verdict -o $(LAB)/of-bible.safetensors --overwrite
-	$(KVSMITH) verdict $(LAB)/main.safetensors --model $(REAL)/model --text $(LAB)/main.handbook.txt $(LAB)/main.python.txt \
-		--uuid-tokens 8192 --max-tokens all --holdout 0.1 --seq-len 8192 -o $(LAB)/report.safetensors --overwrite
-	$(KVSMITH) report $(LAB)/report.safetensors $(foreach name,text-handbook long-python questions-4096,--eval $(LAB)/$(name).json) \
-		--against $(LAB)/of-bible.safetensors -o $(LAB)/report.html --overwrite
+# The report of the real model, as pictures for the documentation; needs Chromium.
+screenshots: real
+	$(KVSMITH) calibrate --model $(REAL)/model --text $(REAL)/text/python-calib.txt --max-tokens 32K --uuid-tokens 8K --seq-len 8192 \
+		-o $(LAB)/report.safetensors --overwrite
+	$(KVSMITH) report $(LAB)/report.safetensors -o $(LAB)/report.html --overwrite
 	@sh scripts/screenshots.sh $(LAB)/report.html
+	$(REAL_PYTHON) scripts/picture_data.py $(LAB)/report.html
 
 # What `make gpu-check` runs, in one folder for a machine without Rust.
 gpu-kit: setup cuda
@@ -143,7 +150,7 @@ check: setup
 fuzz: setup
 	@sh scripts/fuzz.sh target/fuzz
 
-# The Python of the tests that read an artifact as docs/artifact.md says, and make tasks.
+# The Python of the tests that read an artifact as docs/reference/artifact.md says, and make tasks.
 target/python/complete: scripts/python.sh scripts/requirements.txt
 	@sh scripts/python.sh target/python scripts/requirements.txt
 

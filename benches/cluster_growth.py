@@ -239,8 +239,8 @@ def row(model, count, options, rng):
         "written": f"{sum(cost[4] for array in arrays for cost in array) / 1e12:.1f} TB",
         "all": hours(wall),
         "speed-up": f"{alone / wall:.1f}",
-        "efficiency": f"{100 * alone / (sum(used) + join):.0f} %",
-        "largest loss": f"{most} {100 * losses[most]:.0f} %",
+        "efficiency": f"{100 * alone / (sum(used) + join):.0f}%",
+        "largest loss": f"{most} {100 * losses[most]:.0f}%",
     }, alone
 
 

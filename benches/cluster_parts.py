@@ -84,7 +84,7 @@ def main():
     mb = lambda n: f"{n / 1e6:.0f}"
     print("| N | seconds | dump, fit, join | CPU s | written, MB | read by fits, MB | read by the join, MB | efficiency |")
     print("|---|---|---|---|---|---|---|---|")
-    print(f"| `calibrate` | {whole:.1f} | | {cpu:.1f} | {mb(one.stat().st_size)} | | | 100 % |", flush=True)
+    print(f"| `calibrate` | {whole:.1f} | | {cpu:.1f} | {mb(one.stat().st_size)} | | | 100% |", flush=True)
     for parts in [int(text) for text in args.parts.split(",")]:
         folder = work / str(parts)
         shutil.rmtree(folder, ignore_errors=True)
@@ -92,7 +92,7 @@ def main():
         assert filecmp.cmp(artifact, one, shallow=False), f"{parts} parts: other bytes"
         shown = ", ".join(f"{of:.1f}" for of in phases)
         print(f"| {parts} | {seconds:.1f} | {shown} | {cpu:.1f} | {mb(tokens + layers)} | {mb(read[1])} | {mb(read[2])} "
-              f"| {100 * whole / seconds:.0f} % |", flush=True)
+              f"| {100 * whole / seconds:.0f}% |", flush=True)
         shutil.rmtree(folder)
 
 

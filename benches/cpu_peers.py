@@ -1,10 +1,10 @@
 #!/usr/bin/env python3
-"""Compares kvsmith on this machine's CPU with its peers, in one run, and writes docs/cpu.md.
+"""Compares kvsmith on this machine's CPU with its peers, in one run, and writes docs/dev/cpu.md.
 
 Needs numpy, safetensors, faiss-cpu, scikit-learn and torch, and a release build of kvsmith. Run it by hand, on an otherwise
 idle machine; it takes about half an hour:
 
-    python benches/cpu_peers.py --kvsmith target/release/kvsmith -o docs/cpu.md
+    python benches/cpu_peers.py --kvsmith target/release/kvsmith -o docs/dev/cpu.md
 
 The contenders take turns, so that other work on the machine affects all of them. The script runs benches/kmeans_peers.py and
 benches/attention_peers.py unchanged, and compares kvsmith with the 4-bit fast scan of faiss itself. All times are medians.
@@ -54,7 +54,7 @@ AGAINST = [
 def arguments():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--kvsmith", default="target/release/kvsmith", help="the binary")
-    parser.add_argument("-o", "--output", default="docs/cpu.md", help="the page to write")
+    parser.add_argument("-o", "--output", default="docs/dev/cpu.md", help="the page to write")
     parser.add_argument("--against", metavar="OLD_PROGRAM", help="compare with this older binary instead of with peers")
     parser.add_argument("--rounds", type=int, help="turns of each contender (default: 3, with --against 5)")
     parser.add_argument("--quick", action="store_true", help="use small sizes, only to check that everything runs")
@@ -291,7 +291,7 @@ def prefill(args, cores):
 
 
 def methods(args, cores):
-    """Times every method at a budget of 6 %, and how retrieval grows with the context."""
+    """Times every method at a budget of 6%, and how retrieval grows with the context."""
     names = "a2ats,selfindex,wpq,lfps,ctkvr,topk"
     context = "8K" if args.quick else "128K"
     text = "`time / time of its bytes` divides the time by the time that reading the method's bytes would take at the bandwidth of\n"
@@ -337,7 +337,7 @@ def methods(args, cores):
 
 
 def lfps_with_few(args, context):
-    """Times lfps with few candidates; the paper's share at 128K is 1.7 %."""
+    """Times lfps with few candidates; the paper's share at 128K is 1.7%."""
     share, alpha = 0.017, 1
     rows = []
     for shape in ["32/8x128", "32/32x128"]:
@@ -354,7 +354,7 @@ def lfps_with_few(args, context):
             shape, f"{found['scored_share']:.2%}", ms(found["median_s"]), " to ".join(f"{ratio:.1f}" for ratio in ratios) + " x",
             f"{found['bytes'] / 1e6:.1f} MB", f"{fulls[0]['bytes'] / found['bytes']:.0f} x",
         ])
-    text = f"lfps with few candidates (`--lfps-alpha {alpha}`; the paper's share at 128K is 1.7 %): budget {share}, bf16 rows, {context}\n"
+    text = f"lfps with few candidates (`--lfps-alpha {alpha}`; the paper's share at 128K is 1.7%): budget {share}, bf16 rows, {context}\n"
     text += "positions, one thread. The time is the median of 1000 steps between two measurements of `full`. The heads of a group are\n"
     text += "random and agree on no candidates, so a group reads the candidates of each head separately:\n\n"
     head = ["heads", "scores computed", "time", "speed-up over full", "bytes it needs", "bytes saved"]

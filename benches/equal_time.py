@@ -9,7 +9,7 @@ REAL is the folder that `make real` made. For every index and budget, the script
 - the KL on validation text of the same length, each work with an artifact that is calibrated on the other.
 
 It writes docs/results/equal-time.json, with a row for full attention. scripts/render.py interpolates between budgets and gives
-the KL of every index at the time that `wpq` takes at a budget of 6 %.
+the KL of every index at the time that `wpq` takes at a budget of 6%.
 """
 
 import argparse

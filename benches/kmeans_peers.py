@@ -7,14 +7,14 @@ Needs numpy, safetensors, faiss-cpu and scikit-learn, and a release build of kvs
 
 The contenders take turns in every round, so that other work on the machine affects all of them. Each
 round has its own seed. The script computes the objectives in float64 from the codebooks returned. The
-table shows medians over the rounds. The exit status is 1 if the objective of kvsmith is more than 3 %
-above that of scikit-learn or more than 1 % above that of faiss.
+table shows medians over the rounds. The exit status is 1 if the objective of kvsmith is more than 3%
+above that of scikit-learn or more than 1% above that of faiss.
 
 kvsmith starts from plain k-means++, with one candidate per centroid, as A2ATS does. So does the row
 `scikit-learn`. The row `sklearn-greedy` is scikit-learn with its defaults. It keeps the best of
 2 + ln(M) candidates per centroid, which is slower but helps if there are about as many natural
 clusters as centroids. The smallest `mixture` is made in this way, and there greedy seeding is about
-5 % better than plain seeding; on `mixture` it is shown but not judged. Points like whitened keys have
+5% better than plain seeding; on `mixture` it is shown but not judged. Points like whitened keys have
 no such structure, so greedy seeding is judged on `whitened` too. faiss starts from random points, its
 default, and does not subsample here.
 

@@ -54,7 +54,7 @@ def calibrate(command):
 
 
 def row(what, planned, taken, unit):
-    return f"| | {what} | {planned:.1f} {unit} | {taken:.1f} {unit} | {100 * (planned - taken) / taken:+.0f} % |"
+    return f"| | {what} | {planned:.1f} {unit} | {taken:.1f} {unit} | {100 * (planned - taken) / taken:+.0f}% |"
 
 
 def main():

@@ -4,6 +4,13 @@
 use std::collections::BTreeSet;
 use std::path::Path;
 
+use naga::front::wgsl;
+use naga::valid::{Capabilities, ValidationFlags, Validator};
+use naga::{
+    AddressSpace, Block, Expression, Function, GlobalVariable, Handle, Module, Scalar, Statement,
+    StructMember, TypeInner,
+};
+
 /// An entry point of a shader.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Entry {
@@ -11,7 +18,7 @@ pub struct Entry {
     pub stem: String,
     /// Its name.
     pub name: String,
-    /// The fields of the shader's `Params` after `first_group`, and whether the entry point uses each.
+    /// The fields of the shader's uniform after `first_group`, and whether the entry point uses each.
     pub parameters: Vec<(String, bool)>,
     /// Binding numbers and names of the buffers that the entry point uses.
     pub bindings: Vec<(u32, String)>,
@@ -20,8 +27,7 @@ pub struct Entry {
 /// Reads the entry points of every shader, in the order of files.
 ///
 /// # Errors
-/// An unreadable shader. `Params` must be u32 and start with `first_group`, and the brace that ends a function
-/// must have its own line.
+/// An unreadable or invalid shader. The fields of its uniform must be u32, and the first one `first_group`.
 pub fn read_folder(folder: &Path) -> Result<Vec<Entry>, String> {
     let files = std::fs::read_dir(folder).map_err(|e| e.to_string())?;
     let mut paths: Vec<_> = files.filter_map(|file| Some(file.ok()?.path())).collect();
@@ -40,68 +46,96 @@ pub fn read_folder(folder: &Path) -> Result<Vec<Entry>, String> {
 /// # Errors
 /// Those of [`read_folder`].
 pub fn read(stem: &str, text: &str) -> Result<Vec<Entry>, String> {
-    let lines = text
-        .lines()
-        .map(|line| line.split("//").next().unwrap_or(line).trim_end());
-    let text = lines.collect::<Vec<_>>().join("\n");
-    let (_, params) = text.split_once("\nstruct Params {").ok_or("no Params")?;
-    let (params, _) = params.split_once("\n}").ok_or("Params have no end")?;
-    let fields = params.split(',').map(str::trim).filter(|field| !field.is_empty());
-    let fields = fields.map(|field| field.strip_suffix(": u32").ok_or(format!("`{field}` is no u32")));
-    let fields = fields.collect::<Result<Vec<_>, _>>()?;
-    let Some(("first_group", fields)) = fields.split_first().map(|(first, rest)| (*first, rest)) else {
-        return Err("Params do not begin with first_group".to_owned());
-    };
-    let mut bindings = Vec::new();
-    for line in text.lines().filter(|line| line.contains("@binding")) {
-        bindings.push(binding(line).ok_or_else(|| format!("no binding: `{line}`"))?);
-    }
-    let functions: Vec<(&str, BTreeSet<&str>)> = text.split("\nfn ").skip(1).filter_map(function).collect();
-    let marks = text.match_indices("\n@compute").map(|(at, _)| &text[at..]);
-    let names = marks.map(|rest| rest.split_once("\nfn ")?.1.split('(').next());
-    let mut entries = Vec::new();
-    for name in names {
-        let name = name.ok_or("an entry point without a function")?;
-        let used = reached(name, &functions);
-        let parameter = |f: &&str| ((*f).to_owned(), used.contains(&format!("p.{f}")[..]));
-        let is_used = |(i, name): &&(u32, String)| *i > 0 && used.contains(&name[..]);
-        entries.push(Entry {
+    let module = wgsl::parse_str(text).map_err(|e| e.emit_to_string(text))?;
+    let mut validator = Validator::new(ValidationFlags::all(), Capabilities::empty());
+    let info = validator.validate(&module).map_err(|e| e.emit_to_string(text))?;
+    let (params, fields) = parameters(&module)?;
+    let entries = module.entry_points.iter().enumerate().map(|(i, entry)| {
+        let mut used = Used::default();
+        used.add(&module, params, &entry.function);
+        // The first is `first_group`.
+        let fields = fields.iter().enumerate().skip(1);
+        let variables = module.global_variables.iter();
+        let buffers =
+            variables.filter(|(handle, _)| *handle != params && !info.get_entry_point(i)[*handle].is_empty());
+        Entry {
             stem: stem.to_owned(),
-            name: name.to_owned(),
-            parameters: fields.iter().map(parameter).collect(),
-            bindings: bindings.iter().filter(is_used).cloned().collect(),
-        });
+            name: entry.name.clone(),
+            parameters: fields
+                .map(|(field, name)| (name.clone(), used.fields.contains(&field)))
+                .collect(),
+            bindings: buffers
+                .filter_map(|(_, buffer)| Some((buffer.binding?.binding, buffer.name.clone()?)))
+                .collect(),
+        }
+    });
+    Ok(entries.collect())
+}
+
+/// Finds the uniform variable, and the names of its fields.
+fn parameters(module: &Module) -> Result<(Handle<GlobalVariable>, Vec<String>), String> {
+    let mut variables = module.global_variables.iter();
+    let uniform = variables.find(|(_, variable)| variable.space == AddressSpace::Uniform);
+    let (params, variable) = uniform.ok_or("no Params")?;
+    let TypeInner::Struct { members, .. } = &module.types[variable.ty].inner else {
+        return Err("Params are no struct".to_owned());
+    };
+    let name = |member: &StructMember| {
+        let name = member.name.clone().unwrap_or_default();
+        match module.types[member.ty].inner {
+            TypeInner::Scalar(Scalar::U32) => Ok(name),
+            _ => Err(format!("`{name}` is no u32")),
+        }
+    };
+    let fields: Vec<String> = members.iter().map(name).collect::<Result<_, _>>()?;
+    match fields.first() {
+        Some(first) if first == "first_group" => Ok((params, fields)),
+        _ => Err("Params do not begin with first_group".to_owned()),
     }
-    Ok(entries)
 }
 
-/// Parses the number and the name in a line like `@group(0) @binding(1) var<storage, read> x: array<f32>;`.
-fn binding(line: &str) -> Option<(u32, String)> {
-    let (number, rest) = line.strip_prefix("@group(0) @binding(")?.split_once(") var<")?;
-    let (name, _) = rest.split_once("> ")?.1.split_once(':')?;
-    Some((number.parse().ok()?, name.to_owned()))
+/// The fields of `Params` that a function uses, itself or through others.
+#[derive(Default)]
+struct Used {
+    fields: BTreeSet<usize>,
+    /// The functions that were looked at.
+    seen: BTreeSet<Handle<Function>>,
 }
 
-/// Returns the name of a function and the words of its body.
-fn function(text: &str) -> Option<(&str, BTreeSet<&str>)> {
-    let (head, body) = text.split_once("{\n")?;
-    let body = body.split("\n}").next()?;
-    let words = body.split(|c: char| !c.is_ascii_alphanumeric() && c != '_' && c != '.');
-    Some((head.split('(').next()?, words.collect()))
-}
-
-/// Returns the words of a function and of all functions that it calls, directly or not.
-fn reached<'t>(name: &'t str, functions: &[(&'t str, BTreeSet<&'t str>)]) -> BTreeSet<&'t str> {
-    let mut used = BTreeSet::from([name]);
-    loop {
-        let known = used.len();
-        for (name, words) in functions {
-            if used.contains(name) {
-                used.extend(words);
+impl Used {
+    fn add(&mut self, module: &Module, params: Handle<GlobalVariable>, function: &Function) {
+        for (_, expression) in function.expressions.iter() {
+            if let Expression::AccessIndex { base, index } = expression
+                && matches!(function.expressions[*base], Expression::GlobalVariable(of) if of == params)
+            {
+                self.fields.insert(*index as usize);
             }
         }
-        if used.len() == known {
-            return used;
+        self.add_calls(module, params, &function.body);
+    }
+
+    fn add_calls(&mut self, module: &Module, params: Handle<GlobalVariable>, block: &Block) {
+        for statement in block.iter() {
+            match statement {
+                Statement::Call { function, .. } if self.seen.insert(*function) => {
+                    self.add(module, params, &module.functions[*function]);
+                }
+                Statement::Block(block) => self.add_calls(module, params, block),
+                Statement::If { accept, reject, .. } => {
+                    self.add_calls(module, params, accept);
+                    self.add_calls(module, params, reject);
+                }
+                Statement::Switch { cases, .. } => {
+                    for case in cases {
+                        self.add_calls(module, params, &case.body);
+                    }
+                }
+                Statement::Loop { body, continuing, .. } => {
+                    self.add_calls(module, params, body);
+                    self.add_calls(module, params, continuing);
+                }
+                _ => {}
+            }
         }
     }
 }

@@ -1,4 +1,4 @@
-"""Artifacts of kvsmith read, changed and written, as docs/artifact.md describes them."""
+"""Artifacts of kvsmith read, changed and written, as docs/reference/artifact.md describes them."""
 
 import hashlib
 import json

@@ -23,7 +23,7 @@ def row_of(document, method, form="", share=None, part=None):
 
 
 def percentage(share):
-    return f"{100 * share:.0f} %"
+    return f"{100 * share:.0f}%"
 
 
 def listed(tables):
@@ -64,7 +64,7 @@ def listed(tables):
     ]
     for method, name in PAPERS.items():
         if method not in ("quest", "snapkv", "h2o"):
-            # ctkvr cannot read as little as 10 % of 8,192 tokens.
+            # ctkvr cannot read as little as 10% of 8,192 tokens.
             where, tokens, share = (text, "3,072", 0.2) if method == "ctkvr" else (long, "8,192", 0.1)
             form = "" if row_of(where, method, BYPASS, share) is None else BYPASS
             found.append((name, f"`{method}` loses less than `quest` at {percentage(share)} of the bytes, {tokens} tokens",
@@ -109,19 +109,19 @@ def judged(tables):
             mean, interval = paired(*losses)
             row |= {"kl": [float(of.mean()) for of in losses], "difference": mean, "interval": interval, "p": sign_flip(difference),
                     "median": float(np.median(difference)), "largest": largest_share(difference)}
-            row["verdict"] = verdict(words, interval[0] > 0, interval[1] < 0) if interval else "too few blocks"
+            row["verdict"] = verdict(row, interval[0] > 0, interval[1] < 0) if interval else "too few blocks"
         rows.append(row)
     measured = [row for row in rows if "p" in row]
     for row, p in zip(measured, holm([row["p"] for row in measured])):
         row["holm"] = p
-        row["after_holm"] = verdict(row["claim"], p < 0.05 and row["difference"] > 0, p < 0.05 and row["difference"] < 0)
+        row["after_holm"] = verdict(row, p < 0.05 and row["difference"] > 0, p < 0.05 and row["difference"] < 0)
     return rows
 
 
-def verdict(words, is_more, is_less):
+def verdict(row, is_more, is_less):
     """Name the verdict of a claim for a difference that is above 0, below 0, or neither."""
     if is_more:
-        return "contradicted"
-    if words == NO_MORE:
-        return "not contradicted"
+        return "false" if row["source"] == OURS else "not reproduced"
+    if row["claim"] == NO_MORE:
+        return "not refuted"
     return "confirmed" if is_less else "undecided"

@@ -20,7 +20,10 @@ show run --model $model --prompt-file calib-data/demo-prompt.txt --max-new 48 --
 say "Without --method and --budget, run uses what the artifact recommends:"
 show run --model $model --prompt-file calib-data/demo-prompt.txt --max-new 48 \
     --artifact "$out/demo.safetensors"
-say "What this is for: one layer of Llama-3.1-8B decodes one token at 32K context."
-show bench attend --shapes llama-3.1-8b --context 32K --methods full,a2ats,selfindex,wpq --device cpu
 show report "$out/demo.safetensors" --overwrite -o "$out/report.html"
 say "Open $out/report.html in a browser to see what each method loses, and where."
+say "What one setting costs, and what it gains: the loss of wpq at a fifth of the bytes of 2,048 positions ..."
+show eval --model $model --artifact "$out/demo.safetensors" --text calib-data/heldout.txt --max-tokens 8K --seq-len 2K \
+    --decode 16 --kv bf16 --methods topk,wpq,streaming --reads 20%
+say "... and its tokens per second at about that budget. The contexts of this model are too short for a gain:"
+show bench decode --model $model --context 1900 --methods full,wpq --budget 0.12 --device cpu --runs 5

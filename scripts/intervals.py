@@ -16,18 +16,18 @@ def picked(count, seed=SEED):
 
 
 def interval(of):
-    """Return the 95 % interval of a statistic of resampled blocks; `of` takes indices [RESAMPLES, count] and a count."""
+    """Return the 95% interval of a statistic of resampled blocks; `of` takes indices [RESAMPLES, count] and a count."""
     return [float(end) for end in np.percentile(of, [2.5, 97.5])]
 
 
 def mean_interval(losses):
-    """Return the 95 % interval of the mean, or None for too few blocks."""
+    """Return the 95% interval of the mean, or None for too few blocks."""
     losses = np.asarray(losses, float)
     return interval(losses[picked(len(losses))].mean(1)) if len(losses) >= FEWEST else None
 
 
 def fits_interval(losses):
-    """Return the 95 % interval of the mean over fits and blocks, from resamples of both: losses [fits, blocks]."""
+    """Return the 95% interval of the mean over fits and blocks, from resamples of both: losses [fits, blocks]."""
     losses = np.asarray(losses, float)
     fits, blocks = losses.shape
     if blocks < FEWEST:
@@ -37,13 +37,13 @@ def fits_interval(losses):
 
 
 def paired(losses, reference):
-    """Return the mean over blocks of losses - reference, and its 95 % interval, or None for too few blocks."""
+    """Return the mean over blocks of losses - reference, and its 95% interval, or None for too few blocks."""
     difference = np.asarray(losses, float) - np.asarray(reference, float)
     return float(difference.mean()), mean_interval(difference)
 
 
 def ratio_interval(losses, reference):
-    """Return the 95 % interval of the ratio of two means over the same blocks, or None for too few blocks."""
+    """Return the 95% interval of the ratio of two means over the same blocks, or None for too few blocks."""
     losses, reference = np.asarray(losses, float), np.asarray(reference, float)
     if len(losses) < FEWEST:
         return None

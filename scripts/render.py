@@ -1,9 +1,9 @@
-"""Write docs/results.md, and the tables of other pages that are made from docs/results/*.json, without measuring anything.
+"""Write docs/results.md and docs/dev/results.md, the tables of other pages that are made from docs/results/*.json, and the pictures.
 
     python render.py [--check]
 
-A table of another page stands between the marks `<!-- results: NAME -->` and `<!-- end of results -->`. With --check, nothing is
-written, and the script fails if a page differs from what it would write. Needs numpy.
+Nothing is measured. A table of another page stands between the marks `<!-- results: NAME -->` and `<!-- end of results -->`. With
+--check, nothing is written, and the script fails if a file differs from what it would write. Needs numpy.
 """
 
 import re
@@ -12,24 +12,39 @@ import textwrap
 from pathlib import Path
 
 import documents
+import pictures
 import tables
 from tables import percent
 
 ROOT = Path(__file__).resolve().parent.parent
-RESULTS = ROOT / "docs/results.md"
-PAGES = [ROOT / "README.md", ROOT / "docs/real.md", ROOT / "docs/methods.md", ROOT / "docs/tutorial.md"]
+RESULTS, ALL_RESULTS, PICTURES = ROOT / "docs/results.md", ROOT / "docs/dev/results.md", ROOT / "docs/pictures"
+PAGES = [ROOT / name for name in ("README.md", "docs/performance.md", "docs/tutorial.md", "docs/dev/replication.md", "docs/dev/wpq-notes.md")]
 MARKED = re.compile(r"(<!-- results: ([\w-]+) -->\n).*?(<!-- end of results -->)", re.DOTALL)
 
 HEADER = """# What the methods lose
 
-Measured on SmolLM2-135M-Instruct: 135M parameters, 30 layers with 3 KV heads of 64 channels each, contexts of 2,048 to
-8,192 tokens. **No quality was measured on a model of 1B parameters or more, on heads of 128 channels, or beyond 8,192
-tokens**, which is where the papers measured. A claim that fails here may hold there. To measure your model, run `kvsmith
-verdict` or `kvsmith eval`.
+All of this was measured on one model, SmolLM2-135M-Instruct: 135M parameters, 30 layers with 3 KV heads of 64 channels each,
+contexts of 2,048 to 8,192 tokens. **Nothing was measured on a model of 1B parameters or more, on heads of 128 channels, or beyond 8,192
+tokens**, which is where the papers measured: what is not reproduced here may hold there. Measure your own model with `kvsmith eval`
+or `kvsmith verdict`.
+"""
 
-`scripts/render.py` (`make pages`) writes this page from the documents in [results/](results): one for each table, with the
-losses of every block or text. `make results` measures the tables anew; `make results-long` measures one of them. [real.md](real.md)
-lists the texts. [small.md](small.md) measures the tiny model that comes with the repository.
+READING = """How to read the tables: *KL* is how far the distribution of the next token is from that of full attention, the mean over the
+last steps of each block of text. *Same top token* is the share of these steps in which the most probable token is the same. *Perplexity
+ratio* is the perplexity of the text divided by that with full attention. *Read* is the share of the bytes of all visible keys and
+values that a step reads, index included; the keys that `topk` reads in order to rank are not counted. Intervals are 95%
+intervals from resamples of whole blocks or texts. Nothing was fitted to these texts, but nine forms of `wpq` were looked at on them while it was
+developed, so they favour it. Options were searched for on other text of 8,192 tokens; a row has these or the
+defaults, whichever loses less here, and the last column the other loss (of `lfps`, that of the paper's form). `wpq` has its defaults. [dev/results.md](dev/results.md) has every form of every method, and
+[dev/replication.md](dev/replication.md) the texts and how to measure them again.
+"""
+
+ALL_HEADER = """# All tables of results
+
+Measured on SmolLM2-135M-Instruct, as [../results.md](../results.md) says, which shows the part that most readers need.
+`scripts/render.py` (`make pages`) writes both pages from the documents in [../results/](../results): one for each table, with the
+losses of every block or text. `make results` measures the tables anew; `make results-long` measures one of them.
+[replication.md](replication.md) lists the texts.
 
 There are three sets of text. *Development* text is the end of the calibration texts, which no fit uses; every option is
 searched for on it alone. *Validation* text is what this page shows, unless a table says otherwise. It takes no part in any
@@ -37,45 +52,44 @@ fit. It was looked at while `wpq` was developed, in nine forms of it, and decide
 independent test of `wpq`. *Final* text is of other works and is measured once per version (`make results FINAL=1`).
 """
 
-READING = """How to read the tables:
+ALL_READING = """How to read the tables:
 
 - *KL* is the Kullback-Leibler divergence of the method's distribution of the next token from that with full attention, in
   nats: the mean over the steps, which are the last ones of each block. *Median block* and *largest block* are of the means of the
-  blocks; 99 % of the steps lose at most the *99th percentile*.
+  blocks; 99% of the steps lose at most the *99th percentile*.
 - *Equal top-1* is the share of the steps in which the method and full attention have the same most probable token.
 - *Perplexity ratio* is the perplexity of the text divided by that with full attention.
 - *Recall*: of the positions that an exact choice of the same size takes, the share that the method took too. *Mass* is the
   share of all attention on the positions that a step attends, sinks and window included.
-- *Index bits* are the bits of memory that the index has per position and KV head. They include the room that it keeps
-  for more positions, so that an index of 64 bits shows more than 64.
+- *Index bits* are the bits of memory that the index takes per position and KV head, including the room that it keeps
+  for more positions.
 - *Read* is the number of bytes that a step reads, index included, divided by the bytes of all visible keys and values. The
   keys that `topk` reads in order to rank are not counted, nor is scratch that a step writes and reads again. *Moved* counts whole
-  granules, the units in which memory moves ([eval.md](eval.md)).
-- A row without a budget was not measured: even with its smallest budget the method reads the share shown.
+  granules, the units in which memory moves ([../eval.md](../eval.md)).
+- An empty budget means that the method cannot read so little; the share shown is its minimum.
 - Rows without a word in parentheses have the defaults of their method, with 1,024 codewords for `a2ats`. *Buckets* is
   `--positions buckets`, *all directions* is `--wpq-directions all`, *mean* is `--wpq-center mean`, *bypass* is the paper's form of
   `lfps` (`--lfps-theta 0.85`) and *no bypass* `--lfps-theta 1`. *Tuned* rows have the options that lost least on development text at
-  this share of the bytes of 8,192 tokens (`make sweep`, [results/sweep.json](results/sweep.json)).
-- Intervals are 95 % intervals from resamples of the blocks or texts, and of the artifacts where a method was measured with
+  this share of the bytes of 8,192 tokens (`make sweep`, [../results/sweep.json](../results/sweep.json)).
+- Intervals are 95% intervals from resamples of the blocks or texts, and of the artifacts where a method was measured with
   several; otherwise they hold for one artifact. They speak for the texts that were measured, not for other works. Fewer than 20 blocks
   have none.
 """
 
 CLAIMS = """Each claim says that one way of reading the cache loses less than another. Both are measured on the same blocks and
-steps. The difference is the first loss minus the second. A claim is *confirmed* if the 95 % interval of the difference
-lies below 0, *contradicted* if it lies above 0, and *undecided* if it contains 0. A claim that something loses *no more*
-is either contradicted or not; it cannot be confirmed. *After Holm* is the verdict at 5 % after Holm's correction for the
-number of claims, from exact p-values of changes of signs (2^20 for 20 blocks). Where one block makes more than half of a mean
+steps. The difference is the first loss minus the second. A claim is *confirmed* if the 95% interval of the difference
+lies below 0, *not reproduced* (one of our own: *false*) if it lies above 0, and *undecided* if it contains 0. A claim that something loses *no
+more* cannot be confirmed, only not refuted. *After Holm* is the verdict at 5% after Holm's correction for the number of claims, from exact p-values of changes of signs (2^20 for 20 blocks). Where one block makes more than half of a mean
 difference, the last column gives its share; compare the median then.
 
-Claims that name a share of the bytes are measured on the prose of the next sections. All others are measured at one budget, 6 % of
+Claims that name a share of the bytes are measured on the prose of the next sections. All others are measured at one budget, 6% of
 the positions, on 20 blocks of 2,048 tokens of Python's documentation (for the claim over eight turns, each block is cut into
 eight prompts). At equal budgets the two may read different shares of the bytes, which the table shows: where the first reads more, the
-claim says only that more reading loses less. [methods.md](methods.md) explains the terms.
+claim says only that more reading loses less. [../methods.md](../methods.md) explains the terms.
 """
 
 QUESTIONS = """Each text hides the secret codes of eight names and asks for all of them, one after the other (the task `turns` of
-`scripts/tasks.py`). Each method reads 10 % of the bytes. The intervals resample the texts, not the questions.
+`scripts/tasks.py`). Each method reads 10% of the bytes. The intervals resample the texts, not the questions.
 """
 # How a question is fed.
 PROTOCOLS = {
@@ -84,6 +98,11 @@ PROTOCOLS = {
 }
 ONE_QUESTION = """Each text has one question, of one of these tasks of `scripts/tasks.py`; the columns of the tasks give the share
 of right answers in each.
+"""
+CLAIMS_HERE = """Each claim compares the losses of two ways of reading the cache, most of them at one budget, 6% of the positions of 2,048 tokens, where
+the two may read different shares of the bytes. It is *confirmed* if the first loses less, *not reproduced* if it loses more, and *undecided*
+otherwise, at 5% after the correction for the number of claims. That something loses *no more* can only be not refuted. [dev/results.md](dev/results.md#claims)
+has the figures, and the claims about kvsmith's own method.
 """
 # Tables of text: name, heading, and what they are about.
 TEXTS = (
@@ -114,9 +133,9 @@ def calibration(document):
     return f"Artifacts: {'; '.join(each)}."
 
 
-def results_page(found):
-    """Return docs/results.md."""
-    parts = [HEADER, READING]
+def all_results_page(found):
+    """Return docs/dev/results.md."""
+    parts = [ALL_HEADER, ALL_READING]
     if found["claims"]:
         parts += ["## Claims\n", CLAIMS, f"For the claims at one budget: {calibration(found['claims'])}\n", tables.claim_table(found)]
     for name, heading in TEXTS:
@@ -137,39 +156,102 @@ def results_page(found):
     return wrapped("\n".join(parts)).rstrip("\n") + "\n"
 
 
-ROWS_OF_README = (("topk", "", "oracle"), ("wpq", "", ""), ("pqcache", "tuned", "tuned"), ("lfps", "", "never skips the cache"), ("lfps", "--lfps-theta 1", "`--lfps-theta 1`, never skips the cache"),
-                  ("a2ats", "buckets, tuned", "`--positions buckets`, ours, tuned"), ("a2ats", "buckets", "`--positions buckets`, ours"), ("selfindex", "", ""),
-                  ("doublesparsity", "tuned", "tuned"), ("lfps", "--lfps-theta 0.85", "`--lfps-theta 0.85`, the paper's"), ("a2ats", "tuned", "tuned"), ("a2ats", "", "1,024 codewords"))
+def results_page(found):
+    """Return docs/results.md."""
+    parts = [HEADER]
+    if headline(found)[0]:
+        parts += ["## In short\n", "\n".join(f"- {said}" for said in summary(found)) + "\n", picture("loss", "Loss of each method against the bytes that it reads", "pictures/"), READING]
+    for name, share in (("text", 0.2), ("long", 0.1)):
+        if document := found[name]:
+            about = of_blocks(document) + (EARLY if is_early(document) else "")
+            parts += [f"## {document['length']:,} tokens, {100 * share:.0f}% of the bytes\n", about, tables.short_table(document, share)]
+    for name in ("questions-4096", "questions-8192"):
+        if document := found[name]:
+            parts += [f"## {document['questions']} questions about {document['length']:,} tokens, 10% of the bytes\n",
+                      f"{QUESTIONS} {PROTOCOLS[document['protocol']]} {calibration(document)} Full attention answers {percent(document['full_needle_accuracy'])}.\n",
+                      tables.short_questions(document)]
+    if found["claims"]:
+        parts += ["## What the papers claim\n", CLAIMS_HERE, "<details><summary>The claims of the papers and how they fared</summary>\n", tables.claims_list(found), "</details>\n"]
+    return wrapped("\n".join(parts)).rstrip("\n") + "\n"
+
+
+def picture(name, words, folder):
+    """Return the Markdown of a picture that has a light and a dark form."""
+    return (f'<picture><source media="(prefers-color-scheme: dark)" srcset="{folder}{name}-dark.svg">'
+            f'<img src="{folder}{name}-light.svg" alt="{words}"></picture>\n')
+
+
+def summary(found):
+    """Say in a few sentences what was found."""
+    said = []
+    for document in [found[name] for name in ("text", "long") if found[name] and not is_early(found[name])]:
+        for share in tables.shares_of(document):
+            rows = {row["method"]: row for row, _ in reversed(tables.chosen_rows(document, share))}
+            exact, ours = rows.get("topk"), rows.get("wpq")
+            where = f"At {document['length']:,} tokens and {100 * share:.0f}% of the bytes"
+            if exact and ours:
+                said.append(f"{where}, `wpq` loses {ours['kl']:.4f} nats and chooses the top token of full attention in {percent(ours.get('top1_equal'))} of the steps. "
+                            f"An exact choice of the same bytes, whose ranking is not counted, loses {exact['kl']:.4f}. {ratio_sentence(document, share)}")
+            if rows.get("streaming") and share == max(tables.shares_of(document)):
+                worse = [f"`{method}`" for method, row in rows.items() if row["kl"] > rows["streaming"]["kl"]]
+                if worse:
+                    said.append(f"{where}, reading only the latest positions (`streaming`) loses {rows['streaming']['kl']:.4f} nats, less than {listed(worse)}.")
+    for name in ("questions-4096", "questions-8192"):
+        if document := found[name]:
+            said.append(question_sentence(document))
+    return said
+
+
+def is_early(document):
+    """Tell whether a table was measured with an artifact of the measured works, without the methods that came later."""
+    return "calibration_text" in document
+
+
+EARLY = """This table was measured before `pqcache`, `doublesparsity`, `randsign` and `triattention` were implemented and before options were searched
+for, so that they are missing.
+"""
+
+
+def headline(found):
+    """Return the table of text that README shows, and the share of its bytes."""
+    name, share = ("long", 0.1) if found["long"] and not is_early(found["long"]) else ("text", 0.2)
+    return found[name], share
+
+
+def listed(words):
+    return words[0] if len(words) == 1 else f"{', '.join(words[:-1])} and {words[-1]}"
+
+
+ROWS_OF_README = 10
 
 
 def loss_table(found):
-    """Return README's table of losses at 10 % of the bytes of 8,192 tokens, least first."""
-    document = found["long"]
-    rows = [(row, words) for method, form, words in ROWS_OF_README if (row := tables.row_at(document, method, form, 0.1))]
-    body = [[f"`{row['method']}`" + (f" ({words})" if words else ""), percent(row["bytes_read_fraction"]), f"{row['kl']:.4f}",
-             tables.spread(tables.kl_interval(row), 4).strip(" ()")] for row, words in sorted(rows, key=lambda each: each[0]["kl"])]
-    return tables.grid(["method", "read", "KL, nats", "95 % interval"], body)
+    """Return README's table of losses, least first."""
+    document, share = headline(found)
+    asked = (found["questions-4096"] or {"rows": []})["rows"]
+    right = {row["method"]: row for row in asked if tables.form_of(row) == "" and row["form"] != "tuned" and row.get("needle_accuracy") is not None}
+    body = []
+    for row, _ in tables.chosen_rows(document, share)[:ROWS_OF_README]:
+        form = tables.form_of(row)
+        words = "oracle" if row["method"] == "topk" else f"`--positions {form}`, ours" if form else ""
+        of = right.get(row["method"], {}) if not form else {}
+        body.append([f"`{row['method']}`" + (f" ({words})" if words else ""), percent(row["bytes_read_fraction"]),
+                     f"{row['kl']:.4f}" + tables.spread(tables.kl_interval(row), 4), percent(row.get("top1_equal")), percent(of.get("needle_accuracy")) or "not measured"])
+    return tables.grid(["method", "read", "KL, nats (95%)", "same top token", "questions answered"], body)
 
 
-def ratio_sentence(found):
-    """Return README's sentence on the ratio of wpq to the best of the papers' methods."""
-    said = []
-    for share in tables.shares_of(found["long"]):
-        best, ours = tables.best_of_papers(found["long"], share), tables.row_at(found["long"], "wpq", "", share)
-        interval = tables.spread(tables.ratio_interval(ours["kl_by_block"], best["kl_by_block"]), 2)
-        said.append(f"at {100 * share:.0f} % of the bytes {ours['kl'] / best['kl']:.2f} times as much as the best of them, {tables.label(best)}{interval}")
-    return f"Compared with the papers' methods in the table, `wpq` loses {' and '.join(said)}."
+def ratio_sentence(document, share):
+    """Say how much less wpq loses than the best of the papers' methods at a share of the bytes."""
+    best, ours = tables.best_of_papers(document, share), tables.row_at(document, "wpq", "", share)
+    ends = tables.ratio_interval(best["kl_by_block"], ours["kl_by_block"])
+    return f"The best of the published methods, {tables.label(best)}, loses {best['kl'] / ours['kl']:.1f} times as much as `wpq`{tables.spread(ends, 1)}."
 
 
-def question_sentence(found):
-    """Return README's sentences on questions."""
-    said = []
-    for name in ("questions-4096", "questions-8192"):
-        if document := found[name]:
-            right = {row["method"]: percent(row["needle_accuracy"]) for row in document["rows"] if row.get("needle_accuracy") is not None and row["form"] == ""}
-            said.append(f"Of {document['questions']} questions that ask for one of eight facts hidden in {document['length']:,} tokens, full attention answers "
-                        f"{percent(document['full_needle_accuracy'])}. At 10 % of the bytes `wpq` answers {right['wpq']} and `selfindex` {right['selfindex']}.")
-    return " ".join(said)
+def question_sentence(document):
+    """Say what share of the questions full attention and two methods answer."""
+    right = {row["method"]: percent(row["needle_accuracy"]) for row in document["rows"] if row.get("needle_accuracy") is not None and row["form"] == ""}
+    return (f"Of {document['questions']} questions that ask for one of eight facts hidden in {document['length']:,} tokens, full attention answers "
+            f"{percent(document['full_needle_accuracy'])}. At 10% of the bytes `wpq` answers {right['wpq']} and `selfindex` {right['selfindex']}: a KL that looks small can still go with losing most of the facts.")
 
 
 def wrapped(text, width=120):
@@ -189,13 +271,20 @@ def wrapped(text, width=120):
 def blocks(found):
     """Return the text of each marked block, or None where its document is missing."""
     made = {"losses": None}
-    if found["long"]:
-        made["losses"] = "\n".join([loss_table(found), wrapped(f"{ratio_sentence(found)} {question_sentence(found)}", 140) + "\n"])
+    document, share = headline(found)
+    if document:
+        fitted = "the other chapters of the same works" if is_early(document) else "other works"
+        about = (f"{len(document['works'])} texts of {document['length']:,} tokens, {100 * share:.0f}% of the bytes of the cache; the artifacts were fitted to {fitted}. "
+                 f"[docs/results.md](docs/results.md) has {len(tables.chosen_rows(document, share)) - ROWS_OF_README} more rows.")
+        sentences = [ratio_sentence(document, share)]
+        sentences += [question_sentence(found["questions-4096"])] if found["questions-4096"] else []
+        made["losses"] = "\n".join([wrapped(about), "", loss_table(found), wrapped(" ".join(sentences)) + "\n"])
     return made | {name: make(found[name]) if found[name] else None for name, make in OTHERS.items()}
 
 
 OTHERS = {"study-pays": tables.study_table, "study-domains": tables.study_table, "study-lengths": tables.study_table, "wpq-bits": tables.bits_table,
-          "wpq-center": tables.center_table, "equal-time": tables.time_table, "code-store": tables.store_table, "index-search": tables.search_table}
+          "wpq-center": tables.center_table, "equal-time": tables.time_table, "code-store": tables.store_table, "index-search": tables.search_table,
+          "decode": tables.decode_table}
 
 
 def rendered(found):
@@ -209,7 +298,8 @@ def rendered(found):
         return match[0] if made[name] is None else f"{match[1]}{made[name]}{match[3]}"
 
     pages = {page: MARKED.sub(block, page.read_text(encoding="utf-8")) for page in PAGES}
-    return {RESULTS: results_page(found)} | pages
+    drawn = {PICTURES / name: text for name, text in pictures.drawn(found, headline(found)[0]).items()}
+    return {RESULTS: results_page(found), ALL_RESULTS: all_results_page(found)} | pages | drawn
 
 
 def main():
@@ -217,8 +307,9 @@ def main():
     found = {name: documents.load(name) for name in names}
     for page, text in rendered(found).items():
         if "--check" not in sys.argv[1:]:
+            page.parent.mkdir(exist_ok=True)
             page.write_text(text, encoding="utf-8")
-        elif text != page.read_text(encoding="utf-8"):
+        elif not page.exists() or text != page.read_text(encoding="utf-8"):
             sys.exit(f"error: {page.relative_to(ROOT)} differs from docs/results/*.json\nhint: run make pages")
 
 

@@ -6,11 +6,11 @@ REAL is the folder that `make real` made. Each table is written to docs/results/
 pages from these documents. The script reuses every result in REAL/lab that the same program made with the same command, so a
 stopped run continues. The tables:
 
-    text              3,072 tokens, 10 and 20 % of the bytes: every method with its paper's parameters, and tuned
-    long              8,192 tokens, 5 and 10 %: the same; wpq, a2ats and lfps with three artifacts
+    text              3,072 tokens, 10 and 20% of the bytes: every method with its paper's parameters, and tuned
+    long              8,192 tokens, 5 and 10%: the same; wpq, a2ats and lfps with three artifacts
     same              the same blocks, in the same run, with an artifact calibrated on other chapters of the tested works
-    claims            the parts of the methods that claims are about, at a budget of 6 %
-    questions-4096, questions-8192     eight questions about each text, 10 % of the bytes
+    claims            the parts of the methods that claims are about, at a budget of 6%
+    questions-4096, questions-8192     eight questions about each text, 10% of the bytes
     easy-4096         the same questions, fed with the prompt as papers do
     tasks-4096        one question about each text, of other tasks
     wpq-bits          wpq with codes of 32 and 64 bits, on development text
@@ -43,9 +43,9 @@ BLOCKS = 20
 # Seed of the questions, and of those about the final text.
 TASK_SEED, FINAL_SEED = 20263, 20300
 # Texts of each length, and questions about each text.
-TEXTS, ASKED = 25, 8
+TEXTS, ASKED = 20, 8
 # Other tasks of which full attention answers at least half, and texts of each, with one question about each text.
-TASKS, TEXTS_PER_TASK = "single,multikey,multivalue", 60
+TASKS, TEXTS_PER_TASK = "single,multikey,multivalue", 20
 # Methods that are fitted, whose rows in the table `long` are means over the artifacts of FITS seeds and texts.
 FITTED, FITS = ("a2ats", "lfps", "wpq"), 3
 # Sections of the artifacts that tables need besides the main one.

@@ -1,10 +1,10 @@
 #!/bin/sh
-# screenshots.sh PAGE: docs/report-wide.png (1,200 pixels wide) and docs/report-phone.png (400) of a page that `report` made.
+# screenshots.sh PAGE: docs/pictures/report-wide.png (1,200 pixels wide) and report-phone.png (400) of a page that `report` made.
 # DARK=1 and OUT=FOLDER make dark ones in another place. Needs Chromium, named by KVSMITH_CHROMIUM or found on PATH.
 set -eu
 
 page=$(realpath "${1:?usage: screenshots.sh PAGE}")
-out=${OUT:-docs}
+out=${OUT:-docs/pictures}
 browser=${KVSMITH_CHROMIUM:-$(command -v chromium || command -v chromium-browser || command -v google-chrome || true)}
 if [ -z "$browser" ]; then
     echo "error: no chromium, chromium-browser or google-chrome on PATH" >&2
@@ -24,5 +24,5 @@ shot() { # name width height
     mv "$folder/$1" "$out/$1"
 }
 
-shot report-wide.png 1200 1350
+shot report-wide.png 1200 2000
 shot report-phone.png 400 2110

@@ -5,7 +5,7 @@ Also measures calibration on other kinds of text, on less or more text, and in s
 
     python study.py KVSMITH REAL [--only pays,domains,lengths] [--blocks 20] [--decode 24]
 
-REAL is the folder that `make real` made. All measurements use the budgets with which the calibrated artifact reads 10 % of the
+REAL is the folder that `make real` made. All measurements use the budgets with which the calibrated artifact reads 10% of the
 bytes, found on development text. An index that replaces another has the same size, so the bytes are equal too. Each part is
 written to docs/results/study-PART.json when it ends. The script reuses every result that the same program made with the same
 command, so a stopped run continues.
@@ -118,7 +118,7 @@ class Study(Lab):
                  **{key: row[key] for key in ("budget", "bytes_read_fraction", "kl", "kl_by_block")}} for row in document["rows"]]
 
     def find_budgets(self):
-        """Find the budgets with which the calibrated artifact reads 10 % of the bytes, on development text."""
+        """Find the budgets with which the calibrated artifact reads 10% of the bytes, on development text."""
         text = self.tokens("study-budgets", self.blocks(WORKS[0], BLOCK, 1, "development"))
         options = ["--artifact", self.main, "--tokens", text, "--seq-len", BLOCK, "--decode", 8, "--methods", ",".join(METHODS), "--reads", READS]
         for row in self.eval("study-budgets", options, [text, self.main])["rows"]:

@@ -126,7 +126,7 @@ class Sweep(Lab):
                 continue
             found = {"entry": name, "method": row["method"], "options": case.options(), "length": length, "share": row["reads_target"]}
             if row["budget"] is None:
-                found |= {"budget": None, "least": row["reads_sample"], "why": f"its smallest budget reads {100 * row['reads_sample']:.1f} % of the bytes"}
+                found |= {"budget": None, "least": row["reads_sample"], "why": f"its smallest budget reads {100 * row['reads_sample']:.1f}% of the bytes"}
             else:
                 found |= {key: row[key] for key in ("budget", "bytes_read_fraction", "bytes_moved_fraction", "kl", "kl_by_block") if key in row}
             rows.append(found)

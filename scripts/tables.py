@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from claims import BYPASS, NO_BYPASS, PAPERS, judged, percentage
+from claims import BYPASS, NO_BYPASS, OURS, PAPERS, judged, percentage
 from intervals import FEWEST, fits_interval, interval, mean_interval, paired, picked, ratio_interval
 
 # What a form is called in a table, where its name would not do.
@@ -16,7 +16,7 @@ def grid(head, rows):
 
 
 def percent(value):
-    return "" if value is None else f"{100 * value:.1f} %"
+    return "" if value is None else f"{100 * value:.1f}%"
 
 
 def spread(interval, digits, scale=1):
@@ -45,7 +45,7 @@ def decimals(key, digits):
 
 # Column heads of tables of text, and their cells.
 TEXT_COLUMNS = {
-    "KL, nats (95 %)": lambda row: f"{row['kl']:.4f}" + spread(kl_interval(row), 4),
+    "KL, nats (95%)": lambda row: f"{row['kl']:.4f}" + spread(kl_interval(row), 4),
     "median block": lambda row: f"{np.median(row['kl_by_block']):.4f}",
     "largest block": lambda row: f"{max(row['kl_by_block']):.4f}",
     "99th percentile": decimals("kl_p99", 3),
@@ -96,6 +96,58 @@ def best_of_papers(document, share):
     return min(rows, key=lambda row: row["kl"], default=None)
 
 
+# Forms of a row in the pages for users: the searched options and the defaults, of which the one that loses less is shown.
+CHOSEN = (("tuned", "", NO_BYPASS), ("buckets, tuned", "buckets"))
+
+
+def chosen_rows(document, share):
+    """Return for each method at a share of the bytes the row that loses less, of its searched options and its defaults, and the other one.
+
+    Of `wpq`, the defaults are shown; of `lfps`, the other row is that of its paper's form. The least loss comes first.
+    """
+    found = []
+    for method in dict.fromkeys(row["method"] for row in document["rows"]):
+        for forms in CHOSEN:
+            forms = ("",) if method == "wpq" else forms
+            measured = [row for form in forms if (row := row_at(document, method, form, share))]
+            if measured:
+                best = min(measured, key=lambda row: row["kl"])
+                other = max(measured, key=lambda row: row["kl"])
+                found.append((best, row_at(document, method, BYPASS, share) or other))
+            if method == "wpq":
+                break
+    return sorted(found, key=lambda rows: rows[0]["kl"])
+
+
+def form_of(row):
+    """Return the form of a row without the word that it is tuned, or that it has the default of kvsmith."""
+    form = row["form"].removesuffix(", tuned")
+    return "" if form in ("tuned", NO_BYPASS) else form
+
+
+def short_table(document, share):
+    """Return the user's table of losses at a share of the bytes."""
+    rows = []
+    for row, other in chosen_rows(document, share):
+        rows.append([label(row | {"form": form_of(row)}), percent(row["bytes_read_fraction"]),
+                     f"{row['kl']:.4f}" + spread(kl_interval(row), 4), percent(row.get("top1_equal")), decimals("perplexity_ratio", 3)(row), decimals("kl", 4)(other) if other["kl"] != row["kl"] else ""])
+    return filled(["method", "read", "KL, nats (95%)", "same top token", "perplexity ratio", "KL with other options"], rows)
+
+
+def short_questions(document):
+    """Return the user's table of questions."""
+    rows = []
+    for method in dict.fromkeys(row["method"] for row in document["rows"]):
+        of = {row["form"]: row for row in document["rows"] if row["method"] == method and row.get("needle_accuracy") is not None}
+        for forms in CHOSEN:
+            if measured := [of[form] for form in forms if form in of]:
+                row = measured[-1] if method == "wpq" else max(measured, key=lambda row: row["needle_accuracy"])
+                own = scores(row)
+                ends = mean_interval(own) if own else (row.get("intervals") or {}).get("needle_accuracy")
+                rows.append((row["needle_accuracy"], [label(row | {"form": form_of(row)}), percent(row["bytes_read_fraction"]), percent(row["needle_accuracy"]) + spread(ends, 1, 100)]))
+    return grid(["method", "read", "answered (95%)"], [cells for _, cells in sorted(rows, key=lambda each: -each[0])])
+
+
 def shares_of(document):
     return sorted({row["share"] for row in document["rows"]})
 
@@ -113,7 +165,7 @@ def ratio_table(document):
         if best and ours:
             interval = ratio_interval(ours["kl_by_block"], best["kl_by_block"])
             rows.append([percent(share), label(best), f"{best['kl']:.4f}", f"{ours['kl']:.4f}", f"{ours['kl'] / best['kl']:.2f}" + spread(interval, 2)])
-    return grid(["bytes", "best method of the papers", "its KL", "KL of `wpq`", "ratio (95 %, paired)"], rows)
+    return grid(["bytes", "best method of the papers", "its KL", "KL of `wpq`", "ratio (95%, paired)"], rows)
 
 
 def claim_table(tables):
@@ -124,11 +176,32 @@ def claim_table(tables):
             rows.append([row["source"], row["claim"], "not measured: one of the two cannot read so little", "", reads, "", "", "", ""])
             continue
         less, more = row["kl"]
-        one_block = "" if row["largest"] <= 0.5 else "all" if row["largest"] >= 1 else f"{100 * row['largest']:.0f} %"
+        one_block = "" if row["largest"] <= 0.5 else "all" if row["largest"] >= 1 else f"{100 * row['largest']:.0f}%"
         rows.append([row["source"], row["claim"], f"**{row['verdict']}**", row["after_holm"], reads, f"{less:.4f}, {more:.4f}",
                      f"{row['difference']:.4f}" + spread(row["interval"], 4), f"{row['median']:.4f}", one_block])
     return filled(["source", "claim", "here", "after Holm", "read by the first, by the second", "KL of the first, of the second",
-                   "difference (95 %, paired)", "median block", "share of the largest block"], rows)
+                   "difference (95%, paired)", "median block", "share of the largest block"], rows)
+
+
+def claims_list(tables):
+    """Return the claims of the papers and their verdicts after the correction for their number."""
+    rows = [[row["source"], row["claim"], row.get("after_holm", "not measured")] for row in judged(tables) if row["source"] != OURS]
+    return grid(["source", "claim", "here"], rows)
+
+
+def decode_table(document):
+    """Return tokens per second of whole models, with the loss at the same setting where it is known."""
+    rows = []
+    for row in document["rows"]:
+        reads = percent(row.get("bytes_read_fraction")) if row["method"] != "full" else "100%"
+        rate = f"{row['tokens_per_s']:.1f} ({min(row['rounds']):.1f} to {max(row['rounds']):.1f})"
+        what = row["method"] if row["program"] == "kvsmith" else f"llama.cpp, cache in {row['cache']}"
+        loss = "0" if row["method"] == "full" and row["weights"] == "bf16" and row["program"] == "kvsmith" else decimals("kl", 4)(row)
+        right = percent(row.get("needle_accuracy"))
+        rows.append([row["model"], row["weights"], f"{row['context']:,}", f"`{what}`" if row["program"] == "kvsmith" else what, reads, loss, right, rate])
+    head = ["model", "weights", "positions", "method", "read", "KL, nats", "questions answered", "tokens/s (range)"]
+    machines = "; ".join(f"{', '.join(run['models'])} on {run['machine']}, median of {run['rounds']} rounds" for run in document["runs"])
+    return f"{machines}.\n\n" + filled(head, rows)
 
 
 def scores(row):
@@ -148,7 +221,7 @@ def question_table(document):
             rows.append([label(row), "", row.get("why") or f"at least {percent(row['least'])}", "", "", "", *[""] * len(tasks)])
             continue
         own = scores(row)
-        right = f"{100 * row['needle_accuracy']:.1f} %"
+        right = percent(row["needle_accuracy"])
         right += spread(mean_interval(own) if own else (row.get("intervals") or {}).get("needle_accuracy"), 1, 100)
         less = ""
         if exact and row is not exact:
@@ -158,7 +231,7 @@ def question_table(document):
         of_task = {of["task"]: percent(of["accuracy"]) for of in row.get("by_task", ())}
         rows.append([label(row), budget_of(row), percent(row["bytes_read_fraction"]), percent(row.get("bytes_moved_fraction")), right, less,
                      *(of_task.get(task, "") for task in tasks)])
-    return filled(["method", "budget", "read", "moved", "right (95 %)", "points below `topk` (95 %, paired)", *(f"`{task}`" for task in tasks)], rows) + missing_rows(document)
+    return filled(["method", "budget", "read", "moved", "right (95%)", "points below `topk` (95%, paired)", *(f"`{task}`" for task in tasks)], rows) + missing_rows(document)
 
 
 def study_table(document):
@@ -184,7 +257,7 @@ def study_table(document):
         first.setdefault(method, found[method, index])
         rows.append(cells)
     blocks = len(document["rows"][0]["kl_by_block"])
-    about = (f"{blocks} blocks of {document['length']:,} tokens of each text. A cell gives the mean KL in nats, in parentheses the 95 % interval of the paired\n"
+    about = (f"{blocks} blocks of {document['length']:,} tokens of each text. A cell gives the mean KL in nats, in parentheses the 95% interval of the paired\n"
              "difference from the first index of the method (above 0: it loses more), and the share of the bytes that was read.\n\n")
     return about + grid(["method", "index", *(f"KL on {work}, read" for work in works)], rows)
 
@@ -219,7 +292,7 @@ def at_time(rows, losses, wanted):
 
 
 def time_table(document):
-    """Return loss against time, and the KL of every index at the time of the first one at a budget of 6 %."""
+    """Return loss against time, and the KL of every index at the time of the first one at a budget of 6%."""
     found = {}
     for row in document["rows"]:
         found.setdefault(row["index"], []).append(row)
@@ -236,8 +309,8 @@ def time_table(document):
             of = losses[:, picked(losses.shape[1])].mean(-1).T
             last = f"{here[0]:.4f}" + (spread(interval(at_time(each, of, wanted)), 4) if losses.shape[1] >= FEWEST else "")
         rows.append([index, *(f"{row['us']:.0f} us, {row['kl']:.4f}" for row in each), last])
-    budgets = [f"budget {100 * row['budget']:g} %" for row in next(iter(found.values()))]
-    return grid(["index", *budgets, f"KL at {wanted:.0f} us (95 %)"], rows)
+    budgets = [f"budget {100 * row['budget']:g}%" for row in next(iter(found.values()))]
+    return grid(["index", *budgets, f"KL at {wanted:.0f} us (95%)"], rows)
 
 
 def store_table(document):

@@ -5,7 +5,7 @@
 
 A line has "task", "length", "seed", "index", "prompt" and "question". It also has "answer", with which a correct
 continuation begins, or "answers", each of which a correct continuation contains. Prompt, question and RESERVE tokens for the
-reply together take between 97 % and 100 % of "length". A line of the task `turns` instead has a list "turns" of objects with
+reply together take between 97% and 100% of "length". A line of the task `turns` instead has a list "turns" of objects with
 "prompt", "question" and "answer"; for this task the length is that of the whole conversation.
 
     single      one sentence of the text gives the secret code of a name; the question asks for the code

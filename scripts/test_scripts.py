@@ -10,6 +10,8 @@ import claims
 import documents
 import intervals
 import lab
+import picture_data
+import pictures
 import render
 import results
 import study
@@ -86,7 +88,7 @@ class Claims(unittest.TestCase):
 
         losses = np.linspace(0.01, 0.02, 20)
         [of] = [of for of in claims.judged({"claims": {"rows": [row("wpq", losses + 0.001), row("topk", losses)]}})]
-        self.assertEqual((of["verdict"], of["after_holm"]), ("contradicted", "contradicted"))
+        self.assertEqual((of["verdict"], of["after_holm"]), ("false", "false"))
         self.assertAlmostEqual(of["difference"], 0.001)
         self.assertEqual(of["p"], 2 / 2**20)
         [of] = claims.judged({"claims": {"rows": [row("wpq", losses[:6]), row("topk", losses[:6] + 1)]}})
@@ -182,16 +184,41 @@ class Pages(unittest.TestCase):
     def test_a_table_of_a_page_is_of_its_own_document(self):
         row = {"method": "wpq", "flags": "", "work": "python", "bytes_read_fraction": 0.1}
         rows = [row | {"index": index, "kl": kl, "kl_by_block": [kl] * 20} for index, kl in (("calibrated", 0.25), ("random codewords", 0.5))]
-        found = {name: None for name in ["long", *render.OTHERS]} | {"study-pays": {"length": 3072, "rows": rows}}
+        found = {name: None for name in ["text", "long", "questions-4096", *render.OTHERS]} | {"study-pays": {"length": 3072, "rows": rows}}
         made = render.blocks(found)
-        self.assertIn("| random codewords | 0.5000 (0.2500 to 0.2500), 10.0 % |", made["study-pays"].replace("|  |", "|"))
+        self.assertIn("| random codewords | 0.5000 (0.2500 to 0.2500), 10.0% |", made["study-pays"].replace("|  |", "|"))
         self.assertIsNone(made["study-domains"])
+
+    def test_a_row_for_users_has_the_better_options_but_for_wpq(self):
+        rows = [{"method": method, "form": form, "share": 0.1, "kl": kl, "kl_by_block": [kl] * 20, "bytes_read_fraction": 0.1}
+                for method, form, kl in (("quest", "", 0.3), ("quest", "tuned", 0.2), ("wpq", "", 0.05), ("wpq", "tuned", 0.04), ("lfps", "", 0.1), ("lfps", claims.BYPASS, 0.4))]
+        chosen = tables.chosen_rows({"rows": rows}, 0.1)
+        self.assertEqual([(row["kl"], other["kl"]) for row, other in chosen], [(0.05, 0.05), (0.1, 0.4), (0.2, 0.3)])
+
+    def test_pictures_show_what_was_measured(self):
+        rows = [{"method": method, "form": "", "share": share, "kl": kl, "kl_by_block": [kl] * 20, "bytes_read_fraction": share}
+                for method, kl in (("wpq", 0.01), ("streaming", 0.1)) for share in (0.1, 0.2)]
+        made = pictures.drawn({"decode": None}, {"length": 3072, "text": "validation", "steps": 480, "rows": rows})
+        self.assertEqual(sorted(made), ["loss-dark.svg", "loss-light.svg"])
+        self.assertIn(">streaming<", made["loss-light.svg"])
+        self.assertNotIn(">quest<", made["loss-light.svg"])
+
+    def test_a_picture_holds_the_digest_of_its_data_once(self):
+        import struct
+        import zlib
+
+        png = picture_data.SIGNATURE
+        for name, of in ((b"IHDR", bytes(13)), (b"IEND", b"")):
+            png += struct.pack(">I", len(of)) + name + of + struct.pack(">I", zlib.crc32(name + of))
+        twice = picture_data.marked(picture_data.marked(png, "a" * 64), "b" * 64)
+        held = [of for kind, of in picture_data.chunks(twice) if kind == b"tEXt"]
+        self.assertEqual(held, [b"kvsmith-report\0" + b"b" * 64])
 
     def test_a_row_that_was_not_measured_says_why(self):
         document = {"rows": [{"method": "quest", "form": "", "share": 0.05, "budget": None, "least": 0.07}],
                     "missing": [{"method": "pqcache", "why": "this program does not have it"}]}
         text = tables.text_table(document)
-        self.assertIn("at least 7.0 %", text)
+        self.assertIn("at least 7.0%", text)
         self.assertIn("`pqcache`, because this program does not have it", text)
 
 

@@ -1,6 +1,7 @@
 //! The command line: its subcommands, and the function that runs each.
 
 use std::ffi::OsString;
+use std::io::{IsTerminal as _, Write as _};
 
 use clap::error::{ContextKind, ContextValue, ErrorKind};
 use clap::parser::ValueSource;
@@ -194,7 +195,7 @@ pub fn refuse(arguments: &[OsString], e: &clap::Error) -> u8 {
     match &removed {
         Some(error) => say_error(error),
         None if !e.use_stderr() => {
-            return match e.print() {
+            return match print_help(e) {
                 Ok(()) => 0,
                 Err(source) => {
                     let error = Error::stdout(&source);
@@ -223,6 +224,28 @@ pub fn refuse(arguments: &[OsString], e: &clap::Error) -> u8 {
     let _ = print_refusal(known, &error);
     WRONG_USE
 }
+
+/// Prints help or a version; help of the program itself sets the commands that most people need apart.
+fn print_help(e: &clap::Error) -> std::io::Result<()> {
+    let help = e.render();
+    let plain = help.to_string();
+    if !plain.contains("\nCommands:\n  plan ") {
+        return e.print();
+    }
+    let is_plain = !std::io::stdout().is_terminal() || std::env::var_os("NO_COLOR").is_some();
+    let shown = if is_plain { plain } else { help.ansi().to_string() };
+    let mut out = std::io::stdout().lock();
+    let mut lines = shown.lines().peekable();
+    while let Some(line) = lines.next_if(|line| !(line.starts_with("  ") && line.contains(FURTHER))) {
+        writeln!(out, "{line}")?;
+    }
+    writeln!(out, "\nMore commands:")?;
+    lines.try_for_each(|line| writeln!(out, "{line}"))?;
+    out.flush()
+}
+
+/// The first command that not everybody needs.
+const FURTHER: &str = "bench";
 
 /// Returns what to do about common mistakes.
 fn hint(e: &clap::Error) -> Option<&'static str> {
@@ -284,12 +307,12 @@ pub enum Command {
     Calibrate(calibrate::Args),
     /// Show and check the contents of an artifact
     Inspect(inspect::Args),
+    /// Write an HTML page that shows what each method reads and loses
+    Report(report::Args),
     /// Generate text with exact or sparse attention
     Run(run::Args),
     /// Measure the loss of methods against full attention
     Eval(eval::Args),
-    /// Write an HTML page that shows what each method reads and loses
-    Report(report::Args),
     /// Measure the speed of single operations and of decode steps
     Bench(bench::Args),
     /// Run the model over text; write its keys and query moments

@@ -205,9 +205,9 @@ impl Log {
         let bar = ProgressBar::with_draw_target(Some(total), target);
         // Small numbers are shown; the share of large ones says as much in less room.
         let done = match (layers, total) {
-            (Some(_), _) => "{percent:>3} %, {rate}".to_owned(),
+            (Some(_), _) => "{percent:>3}%, {rate}".to_owned(),
             (None, ..10_000) => format!("{{human_pos}}/{{human_len}} {unit}"),
-            (None, _) => "{percent:>3} %".to_owned(),
+            (None, _) => "{percent:>3}%".to_owned(),
         };
         let template = format!("{{msg:24}} [{{wide_bar}}] {done}, {{elapsed}} elapsed, {{eta}} left");
         if let Ok(style) = ProgressStyle::with_template(&template) {
@@ -295,7 +295,7 @@ impl Progress {
             Some(layers) => {
                 let percent = 100 * done / all.max(1);
                 let rate = rate(done as f64 / elapsed.as_secs_f64(), layers);
-                format!("{percent} %, {rate}")
+                format!("{percent}%, {rate}")
             }
             None => format!("{} of {} {}", HumanCount(done), HumanCount(all), self.unit),
         };
@@ -347,7 +347,7 @@ mod tests {
         let said = progress.status(Duration::from_secs(15));
         assert_eq!(
             said,
-            "prefill: 37 %, 25 tokens/s, 15 seconds elapsed, 25 seconds left"
+            "prefill: 37%, 25 tokens/s, 15 seconds elapsed, 25 seconds left"
         );
     }
 

@@ -194,7 +194,7 @@ fn budgets_are_found_that_read_the_shares() {
         }
         met += 1;
         assert_ne!(name, "full");
-        // A position is 0.6 % of the context, a page of quest has 16, and ctkvr ranks whole lists.
+        // A position is 0.6% of the context, a page of quest has 16, and ctkvr ranks whole lists.
         let step = match name {
             "quest" => 16.0 / 165.0,
             "ctkvr" => 5.0 / 165.0,
@@ -253,7 +253,7 @@ fn a_granule_sets_what_the_shares_count_in() {
             assert!((moved - number(row, "reads_sample")).abs() < 0.01, "{what}");
             assert!((moved - 0.6).abs() < 0.06, "{what}");
             assert!(moved >= number(row, "bytes_read_fraction"), "{what}");
-            // A search ends within 1 % of a share.
+            // A search ends within 1% of a share.
             assert!(budget < plain["budget"].as_f64().unwrap() + 0.02, "{what}");
             smaller += usize::from(budget < plain["budget"].as_f64().unwrap());
         }

@@ -208,11 +208,11 @@ fn weak_heads_are_listed_and_others_are_not() {
     }
     let weak = change(true);
     for (list, says) in lists.iter().zip([
-        "50.0 %",
+        "50.0%",
         "7",
         "spread as evenly over 2; 0 have no keys",
-        "40.0 %",
-        "50.0 %",
+        "40.0%",
+        "50.0%",
     ]) {
         let (_, heads) = weak.split_once(list).unwrap_or_else(|| panic!("{list}: {weak}"));
         let mut lines = heads.lines().skip(1);
@@ -263,7 +263,7 @@ fn the_verdict_names_heads() {
     };
     assert_eq!(
         after("largest output error"),
-        "layer 2  head 1  output error 75.0 %, attends to 25.0 % of the attention mass",
+        "layer 2  head 1  output error 75.0%, attends to 25.0% of the attention mass",
         "{told}"
     );
     assert_eq!(after("that gain nothing"), "layer/head 1/0", "{told}");

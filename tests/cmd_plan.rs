@@ -386,7 +386,7 @@ fn shards_take_what_arithmetic_by_hand_says() {
 #[test]
 fn shards_of_10_million_tokens_are_in_the_documentation() {
     let scratch = Scratch::new();
-    let page = std::fs::read_to_string(root().join("docs/scaling.md")).unwrap();
+    let page = std::fs::read_to_string(root().join("docs/cluster.md")).unwrap();
     for (name, of) in LLAMAS {
         let (plan, shown) = of.plan(&scratch, name);
         assert!(shown.lines().all(|line| line.chars().count() <= 80), "{shown}");

@@ -614,7 +614,10 @@ const NUMBERS: &str = "
 /// Checks that a text shows a number, rounded to the digits that it has.
 #[track_caller]
 fn assert_shows(text: &str, value: f64) {
-    let (number, unit) = text.split_once(' ').unwrap_or((text, ""));
+    let (number, unit) = match text.strip_suffix('%') {
+        Some(number) => (number, "%"),
+        None => text.split_once(' ').unwrap_or((text, "")),
+    };
     let scale = match unit {
         "" | "bits" | "bytes" | "positions" => 1.0,
         "%" => 0.01,

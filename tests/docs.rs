@@ -1,4 +1,4 @@
-//! The documentation against the program: `docs/artifact.md` is enough to read an artifact from Python, and what the
+//! The documentation against the program: `docs/reference/artifact.md` is enough to read an artifact from Python, and what the
 //! pages name exists.
 
 use std::path::Path;
@@ -66,28 +66,26 @@ fn scripts_pass_their_own_tests() {
     assert!(output.status.success() && !said.contains("Ran 0 tests"), "{said}");
 }
 
-/// The speeds of README.md are those of docs/cpu.md.
+/// The times of one layer in docs/performance.md are those of docs/dev/cpu.md.
 #[test]
-fn speeds_of_the_readme_are_measured() {
-    let readme = std::fs::read_to_string(root().join("README.md")).unwrap();
-    let cpu = std::fs::read_to_string(root().join("docs/cpu.md")).unwrap();
-    let (_, speeds) = readme.split_once("\nSpeed was measured").unwrap();
-    let (speeds, _) = speeds.split_once("\n## ").unwrap();
-    let cells = speeds.lines().filter(|line| line.starts_with("| ")).skip(1);
-    let cells: Vec<&str> = cells.flat_map(|line| line.split('|').skip(2)).collect();
+fn times_of_a_layer_are_measured() {
+    let page = std::fs::read_to_string(root().join("docs/performance.md")).unwrap();
+    let cpu = std::fs::read_to_string(root().join("docs/dev/cpu.md")).unwrap();
+    let (_, layer) = page.split_once("\n## Attention of one layer").unwrap();
+    let (layer, _) = layer.split_once("\n## ").unwrap();
+    let words: Vec<&str> = layer.split(|c: char| c.is_whitespace() || c == '(').collect();
     let mut found = 0;
-    for cell in cells {
-        let words: Vec<&str> = cell.split_whitespace().collect();
-        for pair in words.windows(2) {
-            let unit = pair[1].trim_end_matches(',');
-            if ["ms", "s"].contains(&unit) && pair[0].parse::<f64>().is_ok() {
-                let time = format!("{} {unit}", pair[0]);
-                assert!(cpu.contains(&time), "README.md: {time} is not in docs/cpu.md");
-                found += 1;
-            }
+    for pair in words.windows(2) {
+        if pair[1].trim_matches([',', ';', ')', '.']) == "ms" && pair[0].parse::<f64>().is_ok() {
+            let time = format!("{} ms", pair[0]);
+            assert!(
+                cpu.contains(&time),
+                "docs/performance.md: {time} is not in docs/dev/cpu.md"
+            );
+            found += 1;
         }
     }
-    assert!(found >= 9, "{found}");
+    assert!(found >= 15, "{found}");
 }
 
 /// Compares the program with the script on an artifact with this `--positions` and `--wpq-center`.
@@ -149,7 +147,7 @@ fn python_reads((positions, center): (&str, &str)) {
     });
     std::fs::write(&given, request.to_string()).unwrap();
     let output = Command::new(python)
-        .arg(root().join("docs/read_artifact.py"))
+        .arg(root().join("docs/reference/read_artifact.py"))
         .args([&art, &given])
         .output()
         .unwrap();
@@ -343,41 +341,47 @@ fn every_command_of_the_readme_table_exists() {
         .lines()
         .skip_while(|l| !l.starts_with("Commands:"))
         .skip(1)
-        .take_while(|l| l.starts_with("  "))
-        .filter_map(|l| l.split_whitespace().next())
+        .take_while(|l| !l.starts_with("Options:"))
+        .filter_map(|l| l.strip_prefix("  ")?.split_whitespace().next())
         .filter(|c| *c != "help")
         .collect();
-    assert!(commands.len() >= 8, "{commands:?}");
+    assert!(commands.len() >= 20, "{commands:?}");
     for command in commands {
-        assert!(
-            readme.contains(&format!("| `{command}`")),
-            "README.md does not list `{command}`"
-        );
+        let cell = |line: &str| {
+            line.strip_prefix("| ")
+                .and_then(|line| line.split(" |").next())
+                .map(str::to_owned)
+        };
+        let listed = readme
+            .lines()
+            .filter_map(cell)
+            .any(|cell| cell.contains(&format!("`{command}`")));
+        assert!(listed, "README.md does not list `{command}`");
     }
 }
 
-/// docs/glossary.md says where each term is in the code, in at most two lines.
+/// The glossary explains each term in at most two lines; docs/dev/architecture-notes.md says where terms are in the code.
 #[test]
-fn terms_are_where_the_glossary_says() {
-    let glossary = std::fs::read_to_string(root().join("docs/glossary.md")).unwrap();
-    let entries: Vec<&str> = glossary.split("\n- ").skip(1).collect();
-    assert!(entries.len() > 50, "{}", entries.len());
-    let mut seen = std::collections::BTreeSet::new();
-    for entry in entries {
-        let entry = entry.split("\n\n").next().unwrap_or_default();
-        assert!(entry.lines().count() <= 2, "more than two lines: {entry}");
-        let term = entry.split("**").nth(1).unwrap_or_default();
-        assert!(
-            !term.is_empty() && seen.insert(term.to_string()),
-            "two meanings: {entry}"
-        );
-        for path in entry.split('`').filter(|code| code.starts_with("src/")) {
+fn terms_have_one_meaning_and_a_place() {
+    for (page, least) in [
+        ("docs/reference/glossary.md", 50),
+        ("docs/dev/architecture-notes.md", 40),
+    ] {
+        let text = std::fs::read_to_string(root().join(page)).unwrap();
+        let entries: Vec<&str> = text.split("\n- ").skip(1).collect();
+        assert!(entries.len() > least, "{page}: {}", entries.len());
+        let mut seen = std::collections::BTreeSet::new();
+        for entry in entries {
+            let entry = entry.split("\n\n").next().unwrap_or_default();
+            assert!(entry.lines().count() <= 2, "more than two lines: {entry}");
+            let term = entry.split("**").nth(1).unwrap_or_default();
             assert!(
-                root().join(path).exists(),
-                "docs/glossary.md: `{path}` is nowhere"
+                !term.is_empty() && seen.insert(term.to_string()),
+                "two meanings: {entry}"
             );
+            for path in entry.split('`').filter(|code| code.starts_with("src/")) {
+                assert!(root().join(path).exists(), "{page}: `{path}` is nowhere");
+            }
         }
     }
-    let readme = std::fs::read_to_string(root().join("README.md")).unwrap();
-    assert!(readme.contains("(docs/glossary.md)"));
 }

@@ -712,6 +712,9 @@ fn help_leaves_out_what_does_nothing() {
     let help = kvsmith("calibrate --help").ok().stdout;
     assert!(help.contains(usage), "{help}");
     let help = kvsmith("--help").ok().stdout;
+    let (first, _) = help.split_once("\n\nMore commands:\n  bench ").unwrap();
+    let (_, first) = first.split_once("\nCommands:\n").unwrap();
+    assert_eq!(first.lines().count(), 6, "{first}");
     let at = |command: &str| {
         help.find(&format!("\n  {command} "))
             .unwrap_or_else(|| panic!("{command}: {help}"))
@@ -720,9 +723,9 @@ fn help_leaves_out_what_does_nothing() {
         "plan",
         "calibrate",
         "inspect",
+        "report",
         "run",
         "eval",
-        "report",
         "dump",
         "codebook",
         "pack",

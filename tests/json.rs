@@ -1,13 +1,16 @@
-//! The documents of `--json` are as docs/json.md describes them.
+//! The documents of `--json` are as docs/reference/json.md describes them.
 
 use std::collections::{BTreeMap, BTreeSet};
 
 use crate::common::*;
 use serde_json::{Value, json};
 
-/// The keys of docs/json.md by command, each with its types.
+/// The types of a key that stands in the row of its list or object.
+const ANY: &str = "any";
+
+/// The keys of docs/reference/json.md by command, each with its types.
 fn described() -> BTreeMap<String, BTreeMap<String, String>> {
-    let page = std::fs::read_to_string(root().join("docs/json.md")).unwrap();
+    let page = std::fs::read_to_string(root().join("docs/reference/json.md")).unwrap();
     let mut commands: BTreeMap<String, BTreeMap<String, String>> = BTreeMap::new();
     let mut current: Vec<&str> = Vec::new();
     for line in page.lines() {
@@ -15,13 +18,20 @@ fn described() -> BTreeMap<String, BTreeMap<String, String>> {
             current = title.split(", ").collect();
         }
         let cells: Vec<&str> = line.split('|').map(str::trim).collect();
-        if let ["", key, types, _, ""] = cells[..]
+        if let ["", key, types, meaning, ""] = cells[..]
             && let Some(key) = key.strip_prefix('`').and_then(|key| key.strip_suffix('`'))
         {
+            // The keys within a list or an object stand in its own row, without types.
+            let within = if types.contains("list") { "[]" } else { "" };
+            let listed = meaning.split_once("Keys: ").map_or("", |(_, listed)| listed);
+            let is_key = |name: &&str| name.chars().all(|c| matches!(c, 'a'..='z' | '0'..='9' | '_'));
             for command in &current {
                 let keys = commands.entry((*command).to_owned()).or_default();
                 let before = keys.insert(key.to_owned(), types.to_owned());
                 assert_eq!(before, None, "{command} has {key} twice");
+                for name in listed.split('`').skip(1).step_by(2).filter(is_key) {
+                    keys.insert(format!("{key}{within}.{name}"), ANY.to_owned());
+                }
             }
         }
     }
@@ -81,7 +91,7 @@ fn compare(command: &str, documents: &[Value]) {
                 continue;
             };
             for of in types {
-                let is_described = described.split(" or ").any(|name| name == of);
+                let is_described = described == ANY || described.split(" or ").any(|name| name == of);
                 assert!(
                     is_described,
                     "`{key}` of {command} is {of}, on the page {described}"

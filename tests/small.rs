@@ -1,8 +1,8 @@
-//! `docs/small.md` against the numbers that it is made from.
+//! The tables of the small model in `docs/dev/replication.md` against the numbers that they are made from.
 
 use crate::common::root;
 
-// The page has its own program, examples/small, whose other parts measure.
+// The tables have their own program, examples/small, whose other parts measure.
 #[allow(dead_code)]
 #[path = "../examples/small/groups.rs"]
 mod groups;
@@ -10,12 +10,13 @@ mod groups;
 mod page;
 
 #[test]
-fn page_is_of_the_committed_numbers() {
-    let numbers = std::fs::read_to_string(root().join("docs/small/small.json")).unwrap();
-    let written = page::page(&serde_json::from_str(&numbers).unwrap());
-    let page = std::fs::read_to_string(root().join("docs/small.md")).unwrap();
+fn tables_are_of_the_committed_numbers() {
+    let numbers = std::fs::read_to_string(root().join("docs/dev/small/small.json")).unwrap();
+    let page = std::fs::read_to_string(root().join("docs/dev/replication.md")).unwrap();
+    let written = page::replaced(&page, &serde_json::from_str(&numbers).unwrap()).expect("marks");
     assert!(
         page == written,
-        "docs/small.md differs from docs/small/small.json: cargo run --example small -- PROGRAM FOLDER page"
+        "docs/dev/replication.md differs from docs/dev/small/small.json: \
+         cargo run --example small -- PROGRAM FOLDER page"
     );
 }

@@ -38,6 +38,7 @@ mod kmeans;
 mod layers;
 mod memory;
 mod outputs;
+mod pages;
 mod properties;
 mod reads;
 mod real;

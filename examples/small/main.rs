@@ -1,5 +1,5 @@
-//! Measures every method on the bundled model; writes `docs/small.md`, the JSON with its numbers and its
-//! pictures. `make results` runs this program.
+//! Measures every method on the bundled model; writes the tables of the small model in `docs/dev/replication.md`, the
+//! JSON with their numbers and the pictures. `make results` runs this program.
 
 mod groups;
 mod page;
@@ -16,7 +16,7 @@ use kvsmith::method::sections::SECTIONS;
 use serde_json::{Value, json};
 
 use groups::{BASE, BY_LENGTH, Case, Group, METHODS, On, SIMILARITY, groups};
-use page::page;
+use page::replaced;
 
 type Error = Box<dyn std::error::Error>;
 
@@ -25,6 +25,8 @@ const TEXT: &str = "calib-data/text.txt";
 const HELD_OUT: &str = "calib-data/heldout.txt";
 const NEEDLES: &str = "calib-data/needles.jsonl";
 const CONVERSATIONS: &str = "calib-data/conversations.jsonl";
+/// The page with the tables.
+const PAGE: &str = "docs/dev/replication.md";
 /// Lengths of prompts in the needle file; each prompt is near one of them.
 const LENGTHS: [u64; 3] = [512, 1024, 2000];
 
@@ -34,7 +36,7 @@ fn main() -> Result<(), Error> {
     let work = PathBuf::from(args.next().ok_or("a scratch folder is the second argument")?);
     std::fs::create_dir_all(&work)?;
     let lab = Lab { program, work };
-    let numbers = Path::new("docs/small/small.json");
+    let numbers = Path::new("docs/dev/small/small.json");
     let before = || -> Result<BTreeMap<String, Value>, Error> {
         Ok(serde_json::from_str(&std::fs::read_to_string(numbers)?)?)
     };
@@ -52,11 +54,15 @@ fn main() -> Result<(), Error> {
         Some(names) => lab.measure_all(names.split(',').map(str::to_string), before()?)?,
     };
     let base = lab.artifact(BASE)?;
-    std::fs::create_dir_all("docs/small")?;
+    std::fs::create_dir_all("docs/dev/small")?;
     let data = serde_json::to_string_pretty(&results)?;
     std::fs::write(numbers, data + "\n")?;
     pictures::all(&results, &base)?;
-    std::fs::write("docs/small.md", page(&results))?;
+    let page = replaced(&std::fs::read_to_string(PAGE)?, &results);
+    std::fs::write(
+        PAGE,
+        page.ok_or("docs/dev/replication.md has no marks for the tables")?,
+    )?;
     Ok(())
 }
 
@@ -118,7 +124,7 @@ impl Lab {
         Ok(path)
     }
 
-    /// Measures needle accuracy at a budget of 6 %, for prompts of each length.
+    /// Measures needle accuracy at a budget of 6%, for prompts of each length.
     fn by_length(&self) -> Result<Value, Error> {
         let mut rows = Vec::new();
         for length in LENGTHS {
@@ -279,5 +285,5 @@ fn nearest_cosine(a: &[Vec<f64>], b: &[Vec<f64>]) -> f64 {
 
 /// Returns the path of a picture.
 fn in_folder(name: &str) -> PathBuf {
-    Path::new("docs/small").join(name)
+    Path::new("docs/dev/small").join(name)
 }

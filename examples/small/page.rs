@@ -1,30 +1,26 @@
-//! `docs/small.md`.
+//! The tables of the small model in `docs/dev/replication.md`.
 
 use std::collections::BTreeMap;
 use std::fmt::Write as _;
 
 use serde_json::{Value, json};
 
-use super::groups::{BY_LENGTH, METHODS, Measured, SIMILARITY, groups, told};
+use super::groups::{BY_LENGTH, METHODS, Measured, SIMILARITY, groups, told, wrapped};
 
-/// Writes the page from the results.
-pub fn page(results: &BTreeMap<String, Value>) -> String {
-    let mut out = String::from(
-        "# A small model\n\n\
-         `make results` writes this page from the bundled model and its held-out text, needles and conversations, which are in\n\
-         every checkout. The numbers are in [small/small.json](small/small.json). The model has only 2.2M parameters and a\n\
-         context of 2,048 tokens, so `--wrope-position` is 1024. The figures compare the methods on the heads of this model, not\n\
-         on yours. Run `kvsmith eval` to measure your model; [results.md](results.md) has a model that people use.\n\n\
-         What the columns mean:\n\n\
-         - `recall`: share of the positions of `topk` that the method chose\n\
-         - `mass`: true probability of the positions attended\n\
-         - `output_error`: relative L2 error of the attention output\n\
-         - `kl`: KL (Kullback-Leibler divergence) of the next token from full attention, in nats\n\
-         - `needle_accuracy`: share of questions answered\n\n\
-         `kl` and the answers follow the method's own trajectory, the first three columns that of full attention.\n\
-         [json.md](json.md) explains the other columns.\n\n\
-         ![recall](small/recall.svg)\n![KL](small/kl.svg)\n![needles](small/needles.svg)\n\n",
-    );
+/// The lines of `docs/dev/replication.md` around the tables.
+const MARKS: [&str; 2] = ["<!-- small -->\n", "<!-- end of small -->\n"];
+
+/// Returns the page with the tables of these results between the marks; `None` if the page has no marks.
+pub fn replaced(page: &str, results: &BTreeMap<String, Value>) -> Option<String> {
+    let (before, rest) = page.split_once(MARKS[0])?;
+    let (_, after) = rest.split_once(MARKS[1])?;
+    Some([before, MARKS[0], tables(results).as_str(), MARKS[1], after].concat())
+}
+
+/// Writes the tables of the results.
+fn tables(results: &BTreeMap<String, Value>) -> String {
+    let mut out =
+        String::from("![recall](small/recall.svg)\n![KL](small/kl.svg)\n![needles](small/needles.svg)\n\n");
     for group in groups() {
         let Some(cases) = results.get(group.name).and_then(Value::as_array) else {
             continue;
@@ -38,9 +34,10 @@ pub fn page(results: &BTreeMap<String, Value>) -> String {
             })
             .collect();
         let verdict = (group.verdict)(&rows);
-        let _ = writeln!(out, "## {}\n\n{}\n\n{verdict}", group.title, group.about);
+        let about = wrapped(group.about);
+        let _ = writeln!(out, "### {}\n\n{about}\n\n{verdict}", group.title);
         if verdict.contains("Not reproduced") && !group.why.is_empty() {
-            let _ = writeln!(out, "{}", group.why);
+            let _ = writeln!(out, "\n{}", wrapped(group.why));
         }
         out += "\n";
         let named = group.cases.len() > 1;
@@ -52,7 +49,7 @@ pub fn page(results: &BTreeMap<String, Value>) -> String {
             let label = match named {
                 true => row.case.to_string(),
                 false => format!(
-                    "`{}` | {} %",
+                    "`{}` | {}%",
                     row.row["method"].as_str().unwrap_or(""),
                     100.0 * row.get("budget")
                 ),
@@ -65,7 +62,7 @@ pub fn page(results: &BTreeMap<String, Value>) -> String {
     }
     out += &length_table(results.get(BY_LENGTH).unwrap_or(&Value::Null));
     out += &similarity_table(results.get(SIMILARITY).unwrap_or(&Value::Null));
-    out += "## Pictures\n\n\
+    out += "### Pictures\n\n\
             ![second moment](small/moment.svg)\n![slash profile](small/slash.svg)\n![codeword usage](small/usage.svg)\n";
     out
 }
@@ -116,21 +113,10 @@ fn length_table(lengths: &Value) -> String {
         row.and_then(|r| r["needle_accuracy"].as_f64())
             .unwrap_or(f64::NAN)
     };
-    let mut out = "## Needles by length\n\nShare of needles that greedy decoding answers at a budget of 6 %, by length of the \
-         prompt. `topk` covers the most mass, but it is not an upper bound on the answers.\n\n"
-        .to_string();
-    if let Some(longest) = lengths.last() {
-        let full = longest["full"].as_f64().unwrap_or(f64::NAN);
-        for method in ["wpq", "a2ats", "selfindex", "lfps", "ctkvr"] {
-            let loss = 100.0 * (full - accuracy(longest, method));
-            let verdict = if loss <= 3.0 { "within" } else { "not within" };
-            let _ = writeln!(
-                out,
-                "`{method}` is {verdict} 3 points of full attention at 2,000 tokens ({loss:.1} points)."
-            );
-        }
-    }
-    out += "\n| method |";
+    let about = "Share of needles that greedy decoding answers at a budget of 6%, by length of the prompt. `topk` covers \
+                 the most mass, but it is not an upper bound on the answers.";
+    let mut out = format!("### Needles by length\n\n{}\n\n", wrapped(about));
+    out += "| method |";
     for at in lengths {
         let _ = write!(out, " {} tokens |", at["length"]);
     }
@@ -142,7 +128,7 @@ fn length_table(lengths: &Value) -> String {
                 "full" => at["full"].as_f64().unwrap_or(f64::NAN),
                 _ => accuracy(at, method),
             };
-            let _ = write!(out, " {:.1} % |", 100.0 * x);
+            let _ = write!(out, " {:.1}% |", 100.0 * x);
         }
         out += "\n";
     }
@@ -160,11 +146,13 @@ fn similarity_table(rows: &Value) -> String {
     };
     let (before, after) = (of("windowed"), of("standard"));
     let holds = before.iter().zip(&after).all(|(b, a)| b > a);
+    let about = "The similarity of the codebooks of two texts is the mean, over the codewords of one text, of the largest \
+                 cosine with a codeword of the other, averaged over both directions (Eq. 7 of A2ATS; plain metric, 256 \
+                 codewords, 20,000 tokens per text). The paper reports more than 0.9 before rotation for most layers, and \
+                 about 0.85 after it.";
     let mut out = format!(
-        "## Codebooks of two inputs\n\nThe similarity of the codebooks of two texts is the mean, over the codewords of one text, of \
-         the largest cosine with a codeword of the other, averaged over both directions (Eq. 7 of A2ATS; plain metric, 256 \
-         codewords, 20,000 tokens per text). The paper reports more than 0.9 before rotation for most layers, and about 0.85 after it.\n\n{}\n\n\
-         | layer | before rotation | after rotation |\n|---|---|---|\n",
+        "### Codebooks of two inputs\n\n{}\n\n{}\n\n| layer | before rotation | after rotation |\n|---|---|---|\n",
+        wrapped(about),
         told(
             holds,
             "codebooks are more similar before rotation, in every layer"
@@ -182,7 +170,7 @@ fn shown(column: &str, x: f64) -> String {
         "kl" | "output_error" | "recall" | "mass" => format!("{x:.3}"),
         "index_bits_per_token" => format!("{x:.1}"),
         "constant_bytes" => format!("{x:.0}"),
-        "budget" => format!("{} %", 100.0 * x),
-        _ => format!("{:.1} %", 100.0 * x),
+        "budget" => format!("{}%", 100.0 * x),
+        _ => format!("{:.1}%", 100.0 * x),
     }
 }

@@ -1,4 +1,4 @@
-//! The pictures of `docs/small.md`.
+//! The pictures of the small model in `docs/dev/replication.md`.
 
 use std::collections::BTreeMap;
 use std::path::Path;

@@ -1,5 +1,5 @@
 //! The artifact file: sections of tensors, a manifest that says what they were made from, and digests of everything.
-//! `docs/artifact.md` describes the format for readers in other languages.
+//! `docs/reference/artifact.md` describes the format for readers in other languages.
 //!
 //! A section is declared by a [`SectionKind`] in the folder of the method that reads it; this module
 //! knows sections only by their declarations. A section file (`kvsmith codebook -o`) has the same form

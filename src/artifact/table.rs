@@ -78,7 +78,7 @@ pub fn worst_heads<R: DeserializeOwned>(reports: &[HeadReport], of: fn(&R) -> Op
 
 /// Formats a share as a percentage.
 pub fn share(value: f64) -> String {
-    format!("{:.1} %", 100.0 * value)
+    format!("{:.1}%", 100.0 * value)
 }
 
 fn read<R: DeserializeOwned>(head: &HeadReport) -> Result<R> {

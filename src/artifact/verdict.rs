@@ -135,7 +135,7 @@ pub struct Measured {
     pub probe: Option<Answered>,
 }
 
-/// The 95 % intervals of losses, by the bootstrap over blocks of text; all rows use the same resamples.
+/// The 95% intervals of losses, by the bootstrap over blocks of text; all rows use the same resamples.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Intervals {
     /// See [`Measured::kl`].
@@ -170,7 +170,7 @@ pub struct Answered {
     pub accuracy: f64,
     /// Points below full attention: per cent of the questions.
     pub points_below: f64,
-    /// The 95 % interval of these points, by the bootstrap over texts.
+    /// The 95% interval of these points, by the bootstrap over texts.
     pub interval: [f64; 2],
 }
 

@@ -252,7 +252,7 @@ pub struct Input {
     pub uuid_tokens: Option<usize>,
     /// Share of the blocks that no fit sees and on which quality is measured (at least 0, below 1; 0 = none). Above 0,
     /// at least one block of text and one of UUIDs are held out, or the end of the only block of a kind, but never all of a
-    /// document with 5 % of the tokens or more
+    /// document with 5% of the tokens or more
     #[arg(long, value_name = "F", default_value_t = 0.05)]
     pub holdout: f64,
 }

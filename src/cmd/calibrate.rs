@@ -152,7 +152,7 @@ impl Settings {
     pub fn size_text(&self, config: &ModelConfig, codewords: usize) -> String {
         let context = self.context(config);
         format!(
-            "{codewords} codewords per KV head, {:.1} % of the bytes of {} positions",
+            "{codewords} codewords per KV head, {:.1}% of the bytes of {} positions",
             100.0 * a2ats::share_of_bytes(codewords, context),
             HumanCount(context as u64)
         )

@@ -143,7 +143,7 @@ fn eval(args: &Args, global: &Global) -> Result<()> {
     if budgets.is_empty() && !global.json {
         let least = plan.iter().filter_map(|p| p.reads).map(|[_, least]| least);
         return Err(Error::failed(format!(
-            "no method can read as little as --reads asks for: the least is {:.1} % of the bytes",
+            "no method can read as little as --reads asks for: the least is {:.1}% of the bytes",
             100.0 * least.fold(1.0, f64::min)
         ))
         .hint("raise --reads, or give longer text"));

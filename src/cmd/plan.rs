@@ -206,7 +206,7 @@ fn range_text([low, high]: [f64; 2]) -> String {
     let times = [low, high].map(duration);
     match high / low.max(f64::MIN_POSITIVE) < UNSTEADY {
         true => format!(
-            "{} (a second measurement was {:.0} % slower)",
+            "{} (a second measurement was {:.0}% slower)",
             times[0],
             100.0 * (high / low.max(f64::MIN_POSITIVE) - 1.0)
         ),
@@ -341,7 +341,7 @@ mod tests {
     #[test]
     fn measurements_that_differ_much_give_a_range() {
         let steady = range_text([100.0, 110.0]);
-        assert_eq!(steady, "100 s (a second measurement was 10 % slower)");
+        assert_eq!(steady, "100 s (a second measurement was 10% slower)");
         for high in [200.0, 1000.0] {
             let text = range_text([100.0, high]);
             let factor = format!("by a factor of\n           {:.1}", high / 100.0);

@@ -20,10 +20,10 @@ pub struct Removed {
 /// Everything that was removed.
 pub static REMOVED: [Removed; 8] = [
     Removed {
-        commands: &["calibrate", "plan", "codebook"],
+        commands: &["calibrate", "plan", "codebook", "bench"],
         option: "--init",
         value: None,
-        instead: "leave it out: codebooks always start from k-means++; `bench kmeans --init` is still there",
+        instead: "leave it out: codebooks always start from k-means++",
     },
     Removed {
         commands: &["run", "eval"],

@@ -176,7 +176,7 @@ impl Choice {
                 None => format!("KL {:.4}, a guess", of.kl),
             };
             log.note(&format!(
-                "method: {} with budget {}, as recommended by the artifact (reads {:.1} % of the bytes in bf16, {loss}); use --method and --budget to choose others",
+                "method: {} with budget {}, as recommended by the artifact (reads {:.1}% of the bytes in bf16, {loss}); use --method and --budget to choose others",
                 row.method,
                 of.budget,
                 100.0 * row.bytes_read_fraction,

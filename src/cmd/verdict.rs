@@ -39,18 +39,18 @@ pub struct VerdictFlags {
     /// Shares of the bytes of all visible keys and values in bf16 (above 0, below 1) at which each method is measured
     #[arg(long, value_name = "F,G", value_delimiter = ',', default_value = "0.05,0.1,0.2", value_parser = parse_share)]
     verdict_reads: Vec<f64>,
-    /// Tokens of text to measure on, in blocks of 2048, from beyond --max-tokens, else held-out ones. Added to these: 40 %
+    /// Tokens of text to measure on, in blocks of 2048, from beyond --max-tokens, else held-out ones. Added to these: 40%
     /// as many tokens of UUIDs, and one block of full length of each kind
     #[arg(long, value_name = "N", default_value_t = 20 * BLOCK, value_parser = parse_positive_count)]
     verdict_tokens: usize,
     /// Number of tokens at the end of each block that are decoded one by one
     #[arg(long, value_name = "N", default_value_t = 16, value_parser = parse_positive_count)]
     verdict_steps: usize,
-    /// Recommend a method only if the upper end of the 95 % interval of its mean KL divergence is at most X nats
+    /// Recommend a method only if the upper end of the 95% interval of its mean KL divergence is at most X nats
     #[arg(long, value_name = "X", default_value_t = artifact::USUAL_KL, value_parser = not_negative)]
     verdict_kl: f64,
     /// Recommend a method only if its score in the retrieval probe is at most X percentage points below that of full
-    /// attention (upper end of the 95 % interval)
+    /// attention (upper end of the 95% interval)
     #[arg(long, value_name = "X", default_value_t = 5.0, value_parser = not_negative)]
     verdict_points: f64,
     /// Methods to measure; NAME+tail adds a tail to the method (default: every method with a section in the artifact,
@@ -212,13 +212,13 @@ pub fn summary(verdict: &Verdict) -> Option<String> {
     let (row, of) = verdict.usual()?;
     let loss = match &of.intervals {
         Some(interval) => format!(
-            "{:.4} nats (95 %: {:.4} to {:.4})",
+            "{:.4} nats (95%: {:.4} to {:.4})",
             of.kl, interval.kl[0], interval.kl[1]
         ),
         None => format!("{:.4} nats", of.kl),
     };
     let setting = format!(
-        "--method {} --budget {}, reads {:.1} % of the bytes, KL {loss}",
+        "--method {} --budget {}, reads {:.1}% of the bytes, KL {loss}",
         row.method,
         of.budget,
         100.0 * row.bytes_read_fraction,
@@ -260,7 +260,7 @@ pub(super) fn cautions(verdict: &Verdict) -> Vec<String> {
     let own = verdict.usual().and_then(|(_, of)| of.probe.as_ref());
     match (&verdict.probe, &verdict.not_probed) {
         (Some(probe), _) => out.push(format!(
-            "probe: {} {}; full attention gets {:.0} % right{}",
+            "probe: {} {}; full attention gets {:.0}% right{}",
             probe.questions,
             if probe.kind == "facts" {
                 "questions about facts hidden in the text"
@@ -269,7 +269,7 @@ pub(super) fn cautions(verdict: &Verdict) -> Vec<String> {
             },
             100.0 * probe.full_accuracy,
             own.map_or(String::new(), |own| format!(
-                ", this setting {:.0} %",
+                ", this setting {:.0}%",
                 100.0 * own.accuracy
             ))
         )),

@@ -31,7 +31,7 @@ pub struct CorpusManifest {
     /// The tokens of each kind of documents; `None` in files of earlier versions.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub kinds: Option<Vec<KindUsage>>,
-    /// The tokens of each document of the text that has at least 5 % of all tokens; `None` in files of earlier versions.
+    /// The tokens of each document of the text that has at least 5% of all tokens; `None` in files of earlier versions.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub documents: Option<Vec<DocumentUsage>>,
 }
@@ -84,7 +84,7 @@ pub struct DocumentUsage {
 pub struct Documents {
     /// Number of blocks of text; those of UUIDs follow.
     pub text_blocks: usize,
-    /// The blocks of each document of the text that has at least 5 % of all tokens.
+    /// The blocks of each document of the text that has at least 5% of all tokens.
     pub large: Vec<Range<usize>>,
 }
 

@@ -6,7 +6,7 @@
 //! channel. There is nothing to fit, and the length of a key plays no role.
 //!
 //! Decoding: in each block, the patterns are ordered by their products with the rotated mean query of the group. The
-//! best patterns, as many as it takes to hold 5, 15, 30, 50, 75 and 100 % of a share of the candidates ([`share`]),
+//! best patterns, as many as it takes to hold 5, 15, 30, 50, 75 and 100% of a share of the candidates ([`share`]),
 //! form six tiers, each a part of the next. A key has one vote per block and tier that contains its pattern. The
 //! candidates with the most votes are chosen.
 //!

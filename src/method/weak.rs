@@ -5,7 +5,7 @@ use serde::de::DeserializeOwned;
 use crate::artifact::{HeadReport, parse, worst_heads};
 use crate::error::Result;
 
-/// A share that is shown as 0.0 %.
+/// A share that is shown as 0.0%.
 const NOTHING: f64 = 0.0005;
 
 /// Lists the heads for which `of` is largest under a heading; leaves out heads for which it is shown as zero.

@@ -220,7 +220,7 @@ fn quantisation(dir: &Path, method: Option<&str>) -> Error {
         other => other,
     };
     Error::failed(format!("the weights in {} are quantised ({name})", dir.display()))
-        .hint("give the f32, f16 or bf16 checkpoint from which it was made; an artifact of that checkpoint also serves the quantised model")
+        .hint("give the f32, f16 or bf16 checkpoint from which it was made, or a GGUF file")
 }
 
 /// Most models that a hint names.

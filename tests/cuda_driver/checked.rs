@@ -216,9 +216,9 @@ pub fn refused(driver: &Path) {
     assert!(stamps(dir.path()).is_empty());
 }
 
-/// The keys of a document are those of docs/json.md.
+/// The keys of a document are those of docs/reference/json.md.
 fn check_documented<'k>(keys: impl Iterator<Item = &'k str>) {
-    let page = std::fs::read_to_string(root().join("docs/json.md")).unwrap();
+    let page = std::fs::read_to_string(root().join("docs/reference/json.md")).unwrap();
     let (_, section) = page.split_once("\n## gpu-check\n").expect("a section");
     let section = section.split("\n## ").next().unwrap();
     let rows = section

@@ -70,7 +70,7 @@ fn launches(graph: &str, layers: usize) -> (usize, usize) {
     (each, kernels.len() - each * layers)
 }
 
-/// The launches of a decode step, as docs/gpu.md lists them.
+/// The launches of a decode step, as docs/dev/gpu.md lists them.
 pub fn recorded_launches(driver: &Path) {
     let dir = tempfile::tempdir().unwrap();
     let at = dir.path().display();
@@ -80,7 +80,7 @@ pub fn recorded_launches(driver: &Path) {
         "The key and the value of a token, ".repeat(12),
     )
     .unwrap();
-    let doc = std::fs::read_to_string(root().join("docs/gpu.md")).unwrap();
+    let doc = std::fs::read_to_string(root().join("docs/dev/gpu.md")).unwrap();
     let mut found = BTreeMap::new();
     for method in METHODS.iter() {
         let name = method.as_str();
@@ -96,7 +96,7 @@ pub fn recorded_launches(driver: &Path) {
             let (each, others) = launches(graph, 4);
             found.insert(name.to_owned(), each);
             let said = format!("Besides these, a step has {others} launches.");
-            assert!(doc.contains(&said), "docs/gpu.md: {said} ({name})");
+            assert!(doc.contains(&said), "docs/dev/gpu.md: {said} ({name})");
         }
     }
     let (_, table) = doc
@@ -112,7 +112,7 @@ pub fn recorded_launches(driver: &Path) {
             (cells[1].to_owned(), cells[2].parse().expect("a number"))
         })
         .collect();
-    assert_eq!(documented, found, "docs/gpu.md, and what was recorded");
+    assert_eq!(documented, found, "docs/dev/gpu.md, and what was recorded");
 }
 
 /// A driver of CUDA 12.2 has no dependencies across which a launch may begin early: the launches of a step are recorded

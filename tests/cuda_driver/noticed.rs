@@ -113,7 +113,7 @@ fn attempt(kernel: &'static str, first: bool, numbers: &[usize]) -> Found {
     thread::scope(|scope| scope.spawn(run).join().expect("cases do not panic"))
 }
 
-/// A case fails if a kernel leaves out a block, or docs/gpu.md says otherwise.
+/// A case fails if a kernel leaves out a block, or docs/dev/gpu.md says otherwise.
 pub fn check(kernel: &'static str) {
     let numbers = launching(kernel);
     let last = attempt(kernel, false, &numbers);
@@ -136,12 +136,12 @@ pub fn check(kernel: &'static str) {
     }
 }
 
-/// docs/gpu.md lists what is not noticed, and how the others are tried.
+/// docs/dev/gpu.md lists what is not noticed, and how the others are tried.
 pub fn is_documented() {
-    let page = std::fs::read_to_string(root().join("docs/gpu.md")).unwrap();
+    let page = std::fs::read_to_string(root().join("docs/dev/gpu.md")).unwrap();
     let text = page.split_whitespace().collect::<Vec<_>>().join(" ");
     let count = format!("each of the {} kernels", launched().count());
-    assert!(text.contains(&count), "docs/gpu.md: {count}");
+    assert!(text.contains(&count), "docs/dev/gpu.md: {count}");
     for (names, words) in [
         (&UNNOTICED[..], "notices every one but"),
         (&IDLE_AT_THE_END, "the first block is left out of"),
@@ -149,6 +149,6 @@ pub fn is_documented() {
     ] {
         let listed: Vec<String> = names.iter().map(|name| format!("`{name}`")).collect();
         let sentence = format!("{words} {}", listed.join(", "));
-        assert!(text.contains(&sentence), "docs/gpu.md: {sentence}");
+        assert!(text.contains(&sentence), "docs/dev/gpu.md: {sentence}");
     }
 }

@@ -45,21 +45,9 @@ pub struct KMeansArgs {
     /// until no point changes its centroid)
     #[arg(long, value_name = "SHARE", default_value_t = 0.0, value_parser = crate::flags::share_or_zero)]
     min_gain: f64,
-    /// Choice of the initial centroids
-    #[arg(long, value_enum, default_value_t = Start::KMeansPlusPlus)]
-    init: Start,
     /// Number of timed runs
     #[arg(long, value_name = "N", default_value_t = 3)]
     runs: usize,
-}
-
-/// How k-means starts.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, clap::ValueEnum)]
-enum Start {
-    /// Draw each further centroid from the points, with probability proportional to the squared distance to the nearest
-    /// centroid so far.
-    #[value(name = "kmeans++")]
-    KMeansPlusPlus,
 }
 
 /// Most random values: 16 GB.
@@ -107,9 +95,7 @@ pub fn run(args: &KMeansArgs, global: &Global) -> Result<()> {
         size: args.size,
         iterations: args.iterations,
         min_gain: args.min_gain,
-        init: match args.init {
-            Start::KMeansPlusPlus => Init::KMeansPlusPlus,
-        },
+        init: Init::KMeansPlusPlus,
         seed: global.seed,
     };
     let fit = |_| TimedFit::run(device.as_ref(), &points, &params, global.log());

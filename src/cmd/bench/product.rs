@@ -79,7 +79,7 @@ impl<'a> Comparison<'a> {
         let percent = share * 100.0;
         let says = [
             format!("{:.2} ms, {rate:.0} GFLOP/s", times.median * 1e3),
-            format!("{percent:.0} % of the {plain:.0} GFLOP/s of a plain matrix product"),
+            format!("{percent:.0}% of the {plain:.0} GFLOP/s of a plain matrix product"),
         ];
         self.results.add([name, shape, "cpu"], &times, &more, &says)
     }

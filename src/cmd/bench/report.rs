@@ -140,7 +140,7 @@ pub fn against_read_loop(bytes: f64, seconds: f64, bandwidth: f64) -> (Value, St
     (
         more,
         format!(
-            "{rate:.1} GB/s, {:.0} % of the bandwidth of a plain read loop",
+            "{rate:.1} GB/s, {:.0}% of the bandwidth of a plain read loop",
             100.0 * share
         ),
     )

@@ -191,7 +191,7 @@ mod tests {
 
     #[test]
     fn shares_are_met_where_they_can_be() {
-        // An index of 4 %; hardly more than the budget; a share that grows faster than the budget; always everything.
+        // An index of 4%; hardly more than the budget; a share that grows faster than the budget; always everything.
         let reads: [fn(f64) -> f64; 4] = [
             |x| 0.04 + 0.96 * x,
             |x| 0.01 + x,

@@ -143,7 +143,7 @@ impl Measurements<'_> {
         Some(self.args.also[also].to_string())
     }
 
-    /// Returns the 95 % interval of each metric; null with too few blocks or lines.
+    /// Returns the 95% interval of each metric; null with too few blocks or lines.
     fn intervals(&self, report: &VariantReport) -> Value {
         let Some(bootstrap) = self.intervals else {
             return Value::Null;

@@ -13,7 +13,7 @@ type EvalColumn = (&'static str, usize, fn(&Value) -> String);
 const ON_TEXT: [EvalColumn; 6] = [
     ("read", 7, |row| share(row, "bytes_read_fraction")),
     ("KL nats", 8, |row| decimal(row, "kl")),
-    ("95 % interval", 16, |row| interval(row, "kl")),
+    ("95% interval", 16, |row| interval(row, "kl")),
     ("recall", 7, |row| share(row, "recall")),
     ("mass", 7, |row| share(row, "mass")),
     ("error", 7, |row| share(row, "output_error")),
@@ -23,7 +23,7 @@ const ON_TEXT: [EvalColumn; 6] = [
 const ON_NEEDLES: [EvalColumn; 3] = [
     ("read", 7, |row| share(row, "bytes_read_fraction")),
     ("answered", 8, |row| share(row, "needle_accuracy")),
-    ("95 % interval", 16, |row| interval(row, "needle_accuracy")),
+    ("95% interval", 16, |row| interval(row, "needle_accuracy")),
 ];
 
 /// The columns that say how much was read, and more of what was lost.

@@ -75,7 +75,7 @@ pub fn recommendation(verdict: &Verdict) -> String {
         out += &paragraph(
             "",
             &format!(
-                "{mark}the setting that `run` uses without --method and --budget: in {:.0} % of the steps, it changes the most probable token (KL in nats)",
+                "{mark}the setting that `run` uses without --method and --budget: in {:.0}% of the steps, it changes the most probable token (KL in nats)",
                 100.0 * (1.0 - of.top1_equal)
             ),
         );
@@ -93,7 +93,7 @@ fn flags(row: &MethodLoss, of: &Measured) -> String {
         None => (row.method.as_str(), ""),
     };
     format!(
-        "--method {name}{tail} --budget {}, reads {:.1} %",
+        "--method {name}{tail} --budget {}, reads {:.1}%",
         of.budget,
         100.0 * row.bytes_read_fraction
     )
@@ -109,7 +109,7 @@ pub fn table(verdict: &Verdict, artifact: &Artifact) -> Result<String> {
         verdict.sinks,
         verdict.window
     );
-    out += "method          budget   read      KL (95 % interval)  KL p99   top-1 answered\n";
+    out += "method          budget   read      KL (95% interval)    KL p99   top-1 answered\n";
     let mut rows: Vec<&MethodLoss> = verdict.rows.iter().collect();
     let loss = |row: &MethodLoss| row.measured.as_ref().map_or(f64::INFINITY, |of| of.kl);
     rows.sort_by(|a, b| {
@@ -123,7 +123,7 @@ pub fn table(verdict: &Verdict, artifact: &Artifact) -> Result<String> {
         out += &match &row.measured {
             Some(of) => measured(&name, row, of),
             None => format!(
-                "{:<15}      - smallest budget reads {:.1} %, above the target of {:.1} %\n",
+                "{:<15}      - smallest budget reads {:.1}%, above the target of {:.1}%\n",
                 row.method,
                 100.0 * row.bytes_read_fraction,
                 100.0 * row.reads_target
@@ -248,14 +248,14 @@ fn heads(verdict: &Verdict, artifact: &Artifact) -> Result<String> {
     if let Some(of) = least {
         let settled = places(&of.heads.mass, |mass| *mass >= SETTLED);
         out += &list(
-            "that gain nothing from an index (first and last positions get 99 % of attention)",
+            "that gain nothing from an index (first and last positions get 99% of attention)",
             &settled,
         );
     }
     if artifact.has("lfps") {
         let sunk = sunk(artifact)?;
         out += &list(
-            "attending to sinks alone (95 % of attention in every query head)",
+            "attending to sinks alone (95% of attention in every query head)",
             &sunk,
         );
     }

@@ -175,7 +175,7 @@ impl Serving {
             return out;
         };
         out += &format!(
-            "  step     {:.1} ms to read the weights, plus attention (bf16, budget 6 %):\n",
+            "  step     {:.1} ms to read the weights, plus attention (bf16, budget 6%):\n",
             1e3 * weights
         );
         out += &format!(

@@ -74,7 +74,7 @@ impl Ran<'_, '_, '_> {
         };
         let share = self.bytes_fraction().map_or(String::new(), |share| {
             format!(
-                " ({:.1} % of the bytes of all visible keys and values)",
+                " ({:.1}% of the bytes of all visible keys and values)",
                 100.0 * share
             )
         });
@@ -178,7 +178,7 @@ impl<'a, 'd> Conversation<'a, 'd> {
                 size(session.index_bytes()),
                 size(session.kv_bytes())
             ),
-            format!("{:.1} % of the KV rows read", 100.0 * session.shares()?.read),
+            format!("{:.1}% of the KV rows read", 100.0 * session.shares()?.read),
         ];
         facts.extend(self.gain());
         facts.extend(self.ran()?.text());

@@ -182,7 +182,7 @@ impl Measurement<'_> {
     /// Names a row in messages.
     fn name(&self, row: &Row) -> String {
         let Planned { method, target, .. } = row.planned;
-        format!("{} at {:.0} %", self.named[method], 100.0 * target)
+        format!("{} at {:.0}%", self.named[method], 100.0 * target)
     }
 
     /// Runs `work` with a function that it calls after each layer.
@@ -319,7 +319,7 @@ impl Measurement<'_> {
             if full.accuracy() >= LEAST_ACCURACY && full.questions() >= LEAST_QUESTIONS {
                 return Ok(Ok((probe, full)));
             }
-            failed.push(format!("{} only {:.0} %", kind.name(), 100.0 * full.accuracy()));
+            failed.push(format!("{} only {:.0}%", kind.name(), 100.0 * full.accuracy()));
         }
         Ok(Err(match failed.is_empty() {
             true => "the blocks of text are too short for questions".to_owned(),

@@ -116,7 +116,7 @@ impl TryFrom<RotationManifest> for Rotation {
 #[command(next_help_heading = "Section a2ats")]
 pub struct FitParams {
     /// Number of codewords per KV head [default: of `codebook` 4096; of `calibrate` the power of two from 256 to 4096
-    /// whose codebook takes nearest to 1.5 % of the bytes of a 16-bit cache at --context, but at most one per 15 tokens
+    /// whose codebook takes nearest to 1.5% of the bytes of a 16-bit cache at --context, but at most one per 15 tokens
     /// of the fit]
     #[arg(long = "size", id = "size", value_name = "M", value_parser = parse_count)]
     #[serde(skip)]
@@ -205,7 +205,7 @@ impl FitParams {
     }
 }
 
-/// The quality report of a KV head, as docs/artifact.md defines it.
+/// The quality report of a KV head, as docs/reference/artifact.md defines it.
 #[derive(Serialize, Deserialize)]
 pub(super) struct CodebookQuality {
     pub inertia: f64,

@@ -18,8 +18,8 @@ pub fn share_of_bytes(size: usize, context: usize) -> f64 {
 }
 
 /// Returns the number of codewords that `calibrate` fits by default: the power of two from 256 to 4,096 whose codebook
-/// takes nearest to 1.5 % of the bytes ([`share_of_bytes`]) of a cache with `context` positions, but at most one
-/// codeword per 15 of the `kept` tokens of the fit. Of two sizes equally near to 1.5 %, takes the smaller one. If the
+/// takes nearest to 1.5% of the bytes ([`share_of_bytes`]) of a cache with `context` positions, but at most one
+/// codeword per 15 of the `kept` tokens of the fit. Of two sizes equally near to 1.5%, takes the smaller one. If the
 /// text limits the size, takes the largest power of two within the limit, which may be below 256.
 pub fn codewords(context: usize, kept: usize) -> usize {
     // 200 N times the distance of M / 2N from 3 / 200.
@@ -47,7 +47,7 @@ mod tests {
             let sizes = [256, 512, 1024, 2048, 4096];
             assert!(sizes.iter().all(|size| chosen <= far(*size) + 1e-15), "{context}");
         }
-        // 12,800 positions are equally far from 256 and 512 codewords: 1 % and 2 %.
+        // 12,800 positions are equally far from 256 and 512 codewords: 1% and 2%.
         assert_eq!(
             [12_799, 12_800, 12_801].map(|n| codewords(n, MUCH)),
             [256, 256, 512]

@@ -85,7 +85,7 @@ impl Fit for DoubleSparsityFit {
             part.put(CHANNELS, &order);
             part.quality.push(object(&quality)?);
             let line = format!(
-                "{:.1} % of the products are in one eighth of the channels",
+                "{:.1}% of the products are in one eighth of the channels",
                 100.0 * quality.share_eighth
             );
             done(kv_head, Some(line));

@@ -128,7 +128,7 @@ pub struct HeadPrior {
     pub gamma: f32,
     /// Factor of the deviation in the thresholds.
     pub alpha: f32,
-    /// Mean share of the non-sink positions that hold 95 % of their mass; describes the head, no method reads it.
+    /// Mean share of the non-sink positions that hold 95% of their mass; describes the head, no method reads it.
     pub k_fraction: f32,
     /// Share of rows whose sparsity exceeds each of [`THETAS`].
     pub p_bypass: [f32; THETAS.len()],

@@ -21,7 +21,7 @@ use rounded::Rounded;
 const BYTES: usize = PATTERNS * PATTERNS;
 /// With fewer candidates than this, all are scored exactly.
 const LEAST: usize = 2048;
-/// One full-precision token is chosen first per this many positions of the budget: the paper's 64 of 7.5 % of 32K
+/// One full-precision token is chosen first per this many positions of the budget: the paper's 64 of 7.5% of 32K
 /// positions.
 const PER_FULL: usize = 38;
 /// Rows whose exact scores are summed together.

@@ -98,7 +98,7 @@ impl SignFit {
             let centre = points.channel_statistic(block.clone(), statistic)?;
             points.subtract(block, centre.view())?;
         }
-        // The rank of the smallest value that at least 99.9 % of the magnitudes do not exceed.
+        // The rank of the smallest value that at least 99.9% of the magnitudes do not exceed.
         let rank = (n * 999).div_ceil(1000).saturating_sub(1);
         let alpha = points.channel_statistic(0..n, Statistic::RankedMagnitude(rank))?;
         let sums = points.sign_sums()?;

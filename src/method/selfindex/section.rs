@@ -39,7 +39,7 @@ pub fn calibrated_center(params: &Map<String, Value>) -> Result<Center> {
 /// How many heads are listed at most.
 const LISTED: usize = 5;
 
-/// The quality report of a KV head, as docs/artifact.md defines it.
+/// The quality report of a KV head, as docs/reference/artifact.md defines it.
 #[derive(Serialize, Deserialize)]
 pub(super) struct SignQuality {
     pub sign_entropy_bits: f64,

@@ -58,7 +58,7 @@ impl TailParams {
     }
 }
 
-/// The values of a KV head's quality report that are shown, one per query head; docs/artifact.md defines the report.
+/// The values of a KV head's quality report that are shown, one per query head; docs/reference/artifact.md defines the report.
 #[derive(Deserialize)]
 struct TailQuality {
     rows: usize,
@@ -101,8 +101,8 @@ const COLUMNS: [Column<TailQuality>; 9] = [
 ];
 const LEGEND: &str = "(tails: means over each layer's query heads; off = share of query heads without
 a tail; last columns: squared output error with the tail as a share of the error
-without it, if a step reads the static set alone, the best 5 % (held: on
-held-out rows) or 20 % of the positions, or the best 5 % by scores with noise of
+without it, if a step reads the static set alone, the best 5% (held: on
+held-out rows) or 20% of the positions, or the best 5% by scores with noise of
 1 and 2)
 ";
 

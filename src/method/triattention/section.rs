@@ -31,7 +31,7 @@ struct FitParams {
     max_rows: usize,
 }
 
-/// The quality report of a KV head, as docs/artifact.md defines it.
+/// The quality report of a KV head, as docs/reference/artifact.md defines it.
 #[derive(Serialize, Deserialize)]
 pub(super) struct TriAttentionQuality {
     pub concentration: Vec<f64>,

@@ -55,10 +55,7 @@ impl Fit for WpqFit {
                 quality.map_err(|e| e.context(format!("layer {}, KV head {head}", states.layer)))?;
             let left = 100.0 * quality.unexplained().unwrap_or(0.0);
             part.quality.push(object(&quality)?);
-            done(
-                head,
-                Some(format!("{left:.1} % of the variance remains as error")),
-            );
+            done(head, Some(format!("{left:.1}% of the variance remains as error")));
         }
         Ok(part)
     }

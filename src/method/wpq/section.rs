@@ -157,7 +157,7 @@ impl WpqFlags {
     }
 }
 
-/// The quality report of a KV head, as docs/artifact.md defines it.
+/// The quality report of a KV head, as docs/reference/artifact.md defines it.
 #[derive(Serialize, Deserialize)]
 pub(super) struct WpqQuality {
     pub inertia: f64,

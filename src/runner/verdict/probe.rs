@@ -204,7 +204,7 @@ impl Score {
         self.texts.extend(other.texts);
     }
 
-    /// Returns how many points (per cent of the questions) less than `full` answered, and the 95 % interval.
+    /// Returns how many points (per cent of the questions) less than `full` answered, and the 95% interval.
     pub fn points_below(&self, full: &Self, bootstrap: Option<&Bootstrap>) -> (f64, Option<[f64; 2]>) {
         let below = |texts: &[usize]| 100.0 * (full.accuracy_of(texts) - self.accuracy_of(texts));
         let all: Vec<usize> = (0..self.texts.len()).collect();

@@ -45,8 +45,8 @@ function leaveOut(id) {
 // How numbers are shown.
 const plain = (x) => (Math.abs(x) >= 1e4 ? x.toLocaleString('en', { maximumFractionDigits: 0 }) : String(+x.toPrecision(4)));
 const nats = (x) => (x === 0 ? '0' : Math.abs(x) < 1e-4 ? x.toExponential(1) : String(+x.toPrecision(3)));
-const percent = (x) => `${+(100 * x).toFixed(Math.abs(x) < 0.0995 ? 2 : 1)} %`;
-const axisPercent = (x) => `${+(100 * x).toPrecision(2)} %`;
+const percent = (x) => `${+(100 * x).toFixed(Math.abs(x) < 0.0995 ? 2 : 1)}%`;
+const axisPercent = (x) => `${+(100 * x).toPrecision(2)}%`;
 const count = (x) => x.toLocaleString('en');
 const ratio = (x) => x.toFixed(3);
 const bits = (x) => `${+x.toFixed(1)} bits`;
@@ -59,7 +59,7 @@ function bytes(x) {
 }
 
 /** Formats a budget: a share of the context up to 1, else a number of positions. */
-const budgetText = (x) => (x <= 1 ? `${+(100 * x).toFixed(2)} %` : `${count(x)} positions`);
+const budgetText = (x) => (x <= 1 ? `${+(100 * x).toFixed(2)}%` : `${count(x)} positions`);
 
 /** Formats a length of context: 4096 as 4K. */
 const tokens = (x) => (x >= 1024 && x % 1024 === 0 ? `${x / 1024}K` : count(x));

@@ -117,8 +117,20 @@ function seriesOf(series, place, say) {
       series.bare ? null : svg('path', { d: mark, class: 'mark' }),
       svg('circle', { r: series.bare ? 6 : 11, class: 'target' }));
   };
-  return svg('g', { class: name },
+  return svg('g', { class: series.strong ? `${name} strong` : name },
     svg('path', { d: line, class: 'line', 'stroke-dasharray': dash }), points.map(interval), points.map(point));
+}
+
+/** Puts the name of each series at its right end; names that would touch move down. */
+function endNames(all, place, { right, bottom }) {
+  const ends = all.map((series) => [place.y([...series.points].sort((a, b) => a.x - b.x).at(-1).y), series]).sort(([a], [b]) => a - b);
+  const free = ends.length * 15;
+  let last = -Infinity;
+  return svg('g', { class: 'ends' }, ends.map(([end, series], i) => {
+    last = Math.max(last + 15, Math.min(end, bottom - free + 15 * i + 15));
+    const { class: name } = drawn(series);
+    return svg('text', { x: right + 12, y: last + 4, class: series.strong ? `${name} strong` : name }, series.name);
+  }));
 }
 
 /** Draws lines across the chart, with a word each. */
@@ -136,13 +148,20 @@ function guide(of, place, { left, right, top, bottom }) {
 /** What draws the charts of a new page as soon as they are in it and have a width. */
 const firstDraws = [];
 
-/** Makes a chart: `label` says what it shows, `x` and `y` are axes, `series` have points {x, y, low, high, text}. */
+/** The least width of a chart whose lines are named at their ends. */
+const WIDE = 620;
+
+/**
+ * Makes a chart: `label` says what it shows, `x` and `y` are axes, `series` have points {x, y, low, high, text}. A series that is
+ * `strong` has a thick line. With `ends`, the names of the series stand at the ends of their lines where there is room, else in a legend.
+ */
 function chart({ label, height = 300, ...of }) {
   const readout = el('p', { class: 'readout', 'aria-live': 'polite' }, 'Point at a mark, or touch it, to read its value.');
   const canvas = el('div', { class: 'canvas' });
-  const figure = el('figure', { class: 'chart' }, canvas,
-    of.series.length > 1 || of.legend ? el('ul', { class: 'legend' }, of.series.map(legendEntry)) : null,
-    readout);
+  const legend = of.series.length > 1 || of.legend ? el('ul', { class: 'legend' }, of.series.map(legendEntry)) : null;
+  const figure = el('figure', { class: 'chart' }, canvas, legend, readout);
+  const named = of.series.filter((series) => series.points.length);
+  const longest = Math.max(0, ...named.map((series) => series.name.length));
   const all = of.series.flatMap((series) => series.points);
   const guides = of.guides ?? [];
   const xRange = rangeOf(of.x, [...all.map((p) => p.x), ...guides.map((g) => g.x)]);
@@ -152,11 +171,14 @@ function chart({ label, height = 300, ...of }) {
     if (!width || Math.abs(width - before) < 2) return;
     before = width;
     const yTicks = ticksOf(of.y, ...yRange).map((tick) => (of.y.format ?? plain)(tick).length);
-    const frame = { left: 14 + 7 * Math.max(2, ...yTicks), right: width - 22, top: 24, bottom: height - 44, xRange, yRange };
+    const atEnds = of.ends && width >= WIDE;
+    if (legend) legend.hidden = Boolean(atEnds);
+    const frame = { left: 14 + 7 * Math.max(2, ...yTicks), right: width - (atEnds ? 24 + 7.5 * longest : 22), top: 24, bottom: height - 44, xRange, yRange };
     const place = { x: scaleOf(of.x, xRange, [frame.left + 8, frame.right]), y: scaleOf(of.y, yRange, [frame.bottom, frame.top]) };
     const say = (text) => { readout.textContent = text; };
     canvas.replaceChildren(svg('svg', { viewBox: `0 0 ${width} ${height}`, width, height, role: 'img', 'aria-label': label },
-      axes(of, place, frame), of.series.map((series) => seriesOf(series, place, say)), guides.map((g) => guide(g, place, frame))));
+      axes(of, place, frame), of.series.map((series) => seriesOf(series, place, say)), atEnds ? endNames(named, place, frame) : null,
+      guides.map((g) => guide(g, place, frame))));
   };
   if (!document.body.dataset.ready) firstDraws.push(() => draw(canvas.clientWidth));
   new ResizeObserver(([entry]) => requestAnimationFrame(() => draw(Math.floor(entry.contentRect.width)))).observe(canvas);

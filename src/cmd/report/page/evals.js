@@ -72,7 +72,7 @@ function lengths(documents, chosen) {
     x: { title: 'tokens per block (log scale)', kind: 'log', format: tokens, ticks: xs },
   }) : null;
   return part('lengths', 'By length of the context', content,
-    [again('Files with different lengths show how the loss changes with the context.'), evalCommand(`--text FILE --seq-len ${blockOf(8192)} --reads 0.1`)]);
+    [again('To see how the loss changes with the length of the context, measure several lengths.'), evalCommand(`--text FILE --seq-len ${blockOf(8192)} --reads 0.1`)]);
 }
 
 function positions(document, chosen) {
@@ -129,8 +129,8 @@ function questionScores(document) {
       interval ? [shown(`${pointer}/intervals/needle_accuracy/0`, percent), ' to ', shown(`${pointer}/intervals/needle_accuracy/1`, percent)] : '–',
       ...groups.map((group) => score(row.by_task?.[place(group)], `${pointer}/by_task/${place(group)}/accuracy`))];
   };
-  return table(`Share of ${count(document.content.needles)} questions answered right, ${document.file}`,
-    ['Method', 'Budget', 'Bytes read', 'Answered', '95 % interval', ...groups.map(task)], [full, ...rowsOf(document.content).map(line)]);
+  return table(`Questions answered correctly, of ${count(document.content.needles)}: ${document.file}`,
+    ['Method', 'Budget', 'Bytes read', 'Answered', '95% interval', ...groups.map(task)], [full, ...rowsOf(document.content).map(line)]);
 }
 
 function questionTurns(document) {
@@ -143,9 +143,9 @@ function questionTurns(document) {
   const name = (row) => (several ? `${nameOf(row)}, ${setting(row)}` : nameOf(row));
   const series = rows.map(([row, i]) => ({ name: name(row), style: row.method, oracle: isOracle(row.method), points: turn(row[key], `${document.name}#/rows/${i}/${key}`) }));
   return chartAndTable({
-    caption: 'The share of questions answered right in each turn of a conversation; full attention is what the model itself reaches.',
+    caption: 'The share of questions answered correctly in each turn of a conversation; full attention is what the model itself reaches.',
     label: 'Questions answered by turn', first: 'Method', format: percent, series: [fullSeries(turn(full, `${document.name}#/full_${key}`)), ...series],
-    x: { title: 'turn', kind: 'linear', ticks: full.map((_, i) => i + 1) }, y: { title: 'answered right', kind: 'linear', low: 0, high: 1, ticks: [0, 0.25, 0.5, 0.75, 1], format: percent },
+    x: { title: 'turn', kind: 'linear', ticks: full.map((_, i) => i + 1) }, y: { title: 'answered correctly', kind: 'linear', low: 0, high: 1, ticks: [0, 0.25, 0.5, 0.75, 1], format: percent },
   });
 }
 
@@ -170,7 +170,7 @@ function evaluations() {
     box.replaceChildren(
       document ? el('div', { class: 'controls' },
         texts.length > 1 ? choice('file', 'File', texts.map((of) => [of.name, of.file]), chosen.file, pick('file')) : el('p', { class: 'choice' }, el('span', {}, 'File'), el('b', {}, document.file)),
-        choice('setting', 'Where every method', possible.map((text) => [text, text]), chosen.setting, pick('setting'))) : '',
+        choice('setting', 'Compare methods at', possible.map((text) => [text, text]), chosen.setting, pick('setting'))) : '',
       lengths(texts, chosen.setting), positions(document, chosen.setting), blocks(document, chosen.setting),
       turns(document, chosen.setting), questions(documents));
   };

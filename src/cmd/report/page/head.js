@@ -11,12 +11,12 @@ function spectrum(layer, head) {
     points: data.spectra[section][layer][head].shares.map((y, i) => ({ x: i + 1, y, text: `eigenvalue ${i + 1} has ${percent(y)} of the sum` })).filter((of) => of.y > 0),
     bare: true,
   }));
-  const held = (section, i) => computed(data.spectra[section][layer][head].held[i], count, `eigenvalues that make up ${[90, 99][i]} % of the sum`);
+  const held = (section, i) => computed(data.spectra[section][layer][head].held[i], count, `eigenvalues that make up ${[90, 99][i]}% of the sum`);
   return el('div', { class: 'part' }, el('h3', {}, 'Directions that queries use'),
     el('p', { class: 'caption' }, 'The eigenvalues of the second moment of the queries, as shares of their sum. A steep fall means that few directions of a key decide its score, so that a short code can tell keys apart.'),
     chart({ label: `Spectrum of the queries of layer ${layer}, KV head ${head}`, series, legend: true, height: 260,
       x: { title: 'eigenvalue, largest first', kind: 'linear' }, y: { title: 'share of the sum (log scale)', kind: 'log', format: axisPercent } }),
-    table('Directions that hold most of the second moment', ['Section', 'for 90 %', 'for 99 %', 'of'],
+    table('Directions that hold most of the second moment', ['Section', 'for 90%', 'for 99%', 'of'],
       found.map((section) => [sectionNames[section], held(section, 0), held(section, 1), count(sizes.head_dim)])));
 }
 

@@ -21,7 +21,7 @@ function unexplained(row) {
 
 // What the methods' maps show; `strong` says which end has the strong colour.
 const LOSSES = [
-  { id: 'mass', title: 'Attention covered', strong: 'low', format: percent, about: 'the share of the true attention on what the method read; what is missing to 100 % is lost' },
+  { id: 'mass', title: 'Attention covered', strong: 'low', format: percent, about: 'the share of the true attention on what the method read; what is missing to 100% is lost' },
   { id: 'recall', title: 'Recall', strong: 'low', format: percent, about: 'the share of the positions with the most attention that the method chose too' },
   { id: 'output_error', title: 'Output error', strong: 'high', format: percent, about: 'how far the output of attention is from that of full attention, relative' },
 ];
@@ -51,7 +51,7 @@ function ofSections() {
         value: (layer, head) => ({ value: unexplained(headRow(section, layer, head)), formula: 'held_out_inertia / variance' }) },
       { id: `${section}-inertia`, title: `Held-out inertia of the ${name}`, strong: 'high', format: plain, about: 'the mean squared distance of held-out keys to their codewords, in the metric of the queries',
         value: pointer('held_out_inertia') },
-      { id: `${section}-unused`, title: `Unused codewords of the ${name}`, strong: 'high', format: count, about: 'codewords that no calibration key has', value: pointer('unused_codewords') });
+      { id: `${section}-unused`, title: `Unused codewords of the ${name}`, strong: 'high', format: count, about: 'codewords that no calibration key was assigned to', value: pointer('unused_codewords') });
   }
   if (headRows.lfps) {
     found.push({ id: 'sinks', title: 'Attention on the sinks', strong: 'high', format: percent, about: 'the share of the attention that goes to the first positions, mean over the query heads: such heads have little to gain from an index',
@@ -119,7 +119,7 @@ function drawMap(quantity, select) {
   return [
     el('p', { class: 'caption' }, `${quantity.title}: ${quantity.about}. Choose a cell to see its head below.`),
     el('div', { class: 'scroll map', role: 'region', 'aria-label': 'map of the heads' }, map),
-    el('p', { class: 'scale' }, values.length ? ends.map((x, i) => [i ? el('span', { class: 'ramp', 'aria-hidden': 'true' }) : null, computed(x, quantity.format, 'the least or the largest over the heads')]) : 'no head has this number'), readout,
+    el('p', { class: 'scale' }, values.length ? ends.map((x, i) => [i ? el('span', { class: 'ramp', 'aria-hidden': 'true' }) : null, computed(x, quantity.format, 'minimum or maximum over the heads')]) : 'not available'), readout,
     folded('The same numbers as a table', table(`${quantity.title} by layer and KV head`, ['Layer', ...heads.map((head) => `Head ${head}`)], rows())),
   ];
 }

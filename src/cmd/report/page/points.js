@@ -115,7 +115,14 @@ function intervalText({ interval, pointer }) {
   const [name] = pointer.split('#');
   const steps = name === 'inspect' ? 'inspect#/methods' : `${name}#`;
   if (!interval) return [' (mean over ', things(`${steps}/steps`, 'step'), ' of ', things(`${steps}/blocks`, 'block'), ': too few blocks for an interval)'];
-  return [' (95 % interval up to ', shown(`${pointer}/intervals/kl/1`, nats), ')'];
+  return [' (95% interval up to ', shown(`${pointer}/intervals/kl/1`, nats), ')'];
+}
+
+/** Tells in how many of the measured steps the most probable token changes. */
+function changesText({ pointer }) {
+  const same = at(`${pointer}/top1_equal`);
+  if (!isNumber(same)) return [];
+  return ['. The most probable token changes in ', computed(1 - same, percent, '1 - top1_equal'), ' of the steps'];
 }
 
 /** Shows what to use for the chosen loss and context. */
@@ -133,18 +140,19 @@ function answer() {
     el('p', { class: found ? 'verdict' : 'verdict warn', id: 'answer-text' }, found
       ? ['For a KL of at most ', computed(state.limit, nats, 'the slider'), ' nats, use ', el('strong', { id: 'answer-method' }, point.method), '.']
       : ['No method that was measured has a KL of at most ', computed(state.limit, nats, 'the slider'), ' nats. The one that loses least is ', el('strong', { id: 'answer-method' }, point.method), '.']),
+    el('dl', { class: 'tiles' },
+      item('Loss', shown(`${point.pointer}/kl`, nats), ' nats of KL', intervalText(point), changesText(point)),
+      item('Bytes', shown(`${point.pointer}/bytes_read_fraction`, percent), ' of what full attention reads: ', computed(read, bytes, 'share of the bytes × bytes of the cache at this context', 'answer-read'),
+        ' instead of ', computed(cache, bytes, 'bytes of the cache at this context', 'answer-full'), ' per token'),
+      item('Time', 'depends on the machine: ', el('code', {}, `kvsmith bench decode --model DIR --context ${state.context} --methods full,${bare(point.method)} --budget ${point.budget}`), ' measures it')),
     el('dl', { class: 'facts' },
       item('Budget', shown(`${point.pointer}/budget`, budgetText), point.budget <= 1 ? ' of the context' : ''),
-      item('Loss', shown(`${point.pointer}/kl`, nats), ' nats of KL', intervalText(point)),
       point.probe ? item('Questions', shown(`${point.pointer}/probe/accuracy`, percent), ' answered, ', shown('inspect#/methods/probe/full_accuracy', percent), ' by full attention') : null,
-      item('Reads', shown(`${point.pointer}/bytes_read_fraction`, percent), ' of the bytes of full attention'),
-      item('Read per token', computed(read, bytes, 'share of the bytes × bytes of the cache at this context', 'answer-read'),
-        ' instead of ', computed(cache, bytes, 'bytes of the cache at this context', 'answer-full')),
       item('Memory', computed(cache, bytes, 'bytes of the cache at this context', 'answer-cache'), ` of cache (${point.kv}), `,
         computed(index, bytes, 'bits of the index × positions × KV heads + bytes of the section', 'answer-index'), ' of index')),
     el('div', { class: 'command' }, el('pre', {}, code), button),
     el('p', { class: 'note' }, 'DIR is the folder of the model. Bytes are those of attention in all layers; the weights come on top. ',
-      'The share of the bytes is the measured one: an index weighs more in contexts shorter than those that were measured.'),
+      'The share of the bytes is the measured one. In shorter contexts, the index is a larger share.'),
   ];
 }
 
@@ -176,14 +184,14 @@ function decision() {
   section.append(
     el('div', { class: 'controls' },
       el('label', { class: 'wide', for: 'slider' }, el('span', {}, 'Acceptable loss: a KL of at most ', el('output', { id: 'limit-value', for: 'slider' }), ' nats'), slider),
-      el('p', { class: 'presets' }, 'Usual: ', data.losses.map((limit) => [preset(limit), ' '])),
+      el('p', { class: 'presets' }, 'Presets: ', data.losses.map((limit) => [preset(limit), ' '])),
       choice('context', 'Context', contexts.map((n) => [n, `${tokens(n)} tokens`]), state.context,
         (value) => { state.context = +value; refresh(); }),
       sources.length > 1 ? choice('source', 'Measured on', sources.map((of) => [of.id, of.label]), state.source,
         (value) => { state.source = value; refresh(); }) : null),
     el('p', { class: 'note', id: 'slider-help' },
-      'KL is how far the next token’s distribution is from that of full attention: 0 is no loss, and ',
-      `${data.usual_kl} nats is what `, el('code', {}, 'run'), ' accepts by itself. The mean over all measured steps counts.'),
+      'KL measures how much the distribution of the next token changes compared with full attention: 0 is no change. By itself, ',
+      el('code', {}, 'run'), ` accepts up to ${data.usual_kl} nats, averaged over all measured steps.`),
     el('div', { id: 'answer', class: 'answer', 'aria-live': 'polite' }));
 }
 
@@ -198,16 +206,16 @@ function front() {
     const members = own.filter((of) => named(of) === name);
     const { oracle } = members[0];
     return {
-      name: oracle ? `${name} (oracle: not a method)` : name, style: name, oracle,
+      name: oracle ? `${name} (oracle)` : name, style: name, oracle, strong: members.includes(found),
       points: members.map((of) => ({ x: of.read, y: of.kl, low: of.interval?.[0], high: of.interval?.[1], text: text(of), chosen: of === found })),
     };
   });
   return chart({
     label: `KL against the share of the bytes read, for ${series.map((of) => of.name).join(', ')}; the numbers are in the table below`,
-    height: 380, series, legend: true,
-    x: { title: 'share of the bytes read (log scale)', kind: 'log', high: 1.04, format: (x) => `${+(100 * x).toPrecision(3)} %`, ticks: [0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1] },
+    height: 380, series, legend: true, ends: true,
+    x: { title: 'share of the bytes read (log scale)', kind: 'log', format: (x) => `${+(100 * x).toPrecision(3)}%`, ticks: [0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1] },
     y: { title: 'KL, nats (log scale)', kind: 'log', format: nats },
-    guides: [{ y: state.limit, text: `accepted: ${nats(state.limit)}` }, { x: 1, text: 'full attention: KL 0' }],
+    guides: [{ y: state.limit, text: `your limit: ${nats(state.limit)}` }],
   });
 }
 
@@ -227,7 +235,7 @@ function frontTable(of) {
       cell('kl_median', nats), cell('kl_p99', nats), cell('top1_equal', percent), cell('recall', percent), cell('mass', percent),
       cell('index_bits_per_token', bits)];
   };
-  return table(`Measured on ${of.label}`, ['Method', 'Budget', 'Bytes read', 'KL, nats', '95 % interval', 'KL median', 'KL 99th percentile',
+  return table(`Measured on ${of.label}`, ['Method', 'Budget', 'Bytes read', 'KL, nats', '95% interval', 'KL median', 'KL 99th percentile',
     'Same top token', 'Recall', 'Attention covered', 'Index per key'], order.map(line));
 }
 
@@ -236,7 +244,7 @@ const frontTables = () => (state.source === 'all' ? sources.filter((of) => of.ro
 function frontSection() {
   if (!sources.length) return leaveOut('front');
   byId('front').append(
-    el('p', { class: 'caption' }, 'Lower is better, further left is cheaper: each mark is one budget of a method, with the loss it had and the share of all cached keys and values, index included, that it read. The ring is the recommendation above; bars are 95 % intervals, where there are enough blocks of text for them.'),
+    el('p', { class: 'caption' }, 'Each mark is one method at one budget. Down: less loss. Left: fewer bytes read, index included. The thick line and the ring are the recommendation above; bars are 95% intervals, where there are enough blocks of text for them. More bytes can lose more where few steps were measured.'),
     el('div', { id: 'front-chart' }),
     folded('The same numbers as a table', el('div', { id: 'front-table' })));
 }

@@ -20,15 +20,15 @@ pub const MASS_FLOOR: f64 = 1e-6;
 #[derive(Clone, Debug, PartialEq)]
 pub(super) struct Dynamic {
     /// lv / (lv + ls), where lv and ls are the masses that the vertical and the slash table, undecayed, capture with
-    /// their best 2 % of positions.
+    /// their best 2% of positions.
     pub lambda: f64,
-    /// The decay with the largest mean log mass on the 2 % of positions that are best by both tables together.
+    /// The decay with the largest mean log mass on the 2% of positions that are best by both tables together.
     pub gamma: f64,
-    /// The largest alpha whose candidates keep 95 % of the mass of the true top-k.
+    /// The largest alpha whose candidates keep 95% of the mass of the true top-k.
     pub alpha: f64,
-    /// Mean share of the non-sinks that hold 95 % of the non-sinks' mass.
+    /// Mean share of the non-sinks that hold 95% of the non-sinks' mass.
     pub k_fraction: f64,
-    /// Mean overlap of the top 2 % of positions at each lag.
+    /// Mean overlap of the top 2% of positions at each lag.
     pub persist: [f64; LAGS.len()],
 }
 
@@ -226,7 +226,7 @@ fn top(values: &[f32], m: usize) -> Vec<u32> {
     places
 }
 
-/// Returns how many of the largest weights it takes to hold 95 % of the sum.
+/// Returns how many of the largest weights it takes to hold 95% of the sum.
 fn count_of_mass(weights: &[f32]) -> usize {
     let mut descending = weights.to_vec();
     descending.sort_unstable_by(|a, b| b.total_cmp(a));

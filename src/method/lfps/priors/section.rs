@@ -59,7 +59,7 @@ pub fn manifest() -> Result<Map<String, Value>> {
     }))
 }
 
-/// The values of a KV head's quality report that are shown, one per query head; docs/artifact.md defines the report.
+/// The values of a KV head's quality report that are shown, one per query head; docs/reference/artifact.md defines the report.
 #[derive(Deserialize)]
 struct PriorsQuality {
     rows: usize,
@@ -82,19 +82,19 @@ const COLUMNS: [Column<PriorsQuality>; 8] = [
     Column::new("lambda", |v| format!("{v:.2}"), |q| mean(&q.lambda)),
     Column::new("sink mass", share, |q| mean(&q.sink_mean)),
     Column::new("bypassed", share, |q| mean(&q.p_bypass)),
-    Column::new("95 % in", share, |q| mean(&q.k_fraction)),
+    Column::new("95% in", share, |q| mean(&q.k_fraction)),
     Column::new("alpha", |v| format!("{v:.2}"), |q| mean(&q.alpha)),
     Column::new("gamma", |v| format!("{v:.3}"), |q| mean(&q.gamma)),
     Column::new("same +32", share, |q| mean(&q.persist_32)),
 ];
 const LEGEND: &str = "(means over each layer's query heads; bypassed = share of rows with a sparsity
-above 0.85; 95 % in = share of the positions that hold 95 % of the attention;
-same +32 = overlap of the best 2 % of positions after 32 steps; rows, sink mass,
-95 % in and same +32 describe the heads, no method uses them)\n";
+above 0.85; 95% in = share of the positions that hold 95% of the attention;
+same +32 = overlap of the best 2% of positions after 32 steps; rows, sink mass,
+95% in and same +32 describe the heads, no method uses them)\n";
 
 /// Lists the heads whose attention is spread most, so that a small budget misses much of it.
 pub fn weak_heads(reports: &[HeadReport]) -> Result<String> {
-    let heading = "lfps, heads that attend most widely (share of the positions with 95 % of it)";
+    let heading = "lfps, heads that attend most widely (share of the positions with 95% of it)";
     worst_of(heading, reports, |of: &PriorsQuality| mean(&of.k_fraction))
 }
 

@@ -1,0 +1,177 @@
+#!/usr/bin/env python3
+"""Times decode steps of whole models beside llama.cpp, and puts the loss of the same setting beside the time.
+
+    python benches/decode_peers.py KVSMITH REAL [--only smollm2,1b,4b] [--llama PYTHON] [--rounds 3]
+
+REAL is the folder that `make real` made. PYTHON has the package llama-cpp-python (0.3.36); without it, there are no rows of
+llama.cpp. Run it alone: it uses all cores.
+
+SmolLM2-135M is timed where its loss is known: at the length, and with the budgets, of rows of docs/results/text.json,
+questions-4096.json and long.json. The other models are shapes with random weights, so that they have no loss. kvsmith fills
+its caches with random rows (`kvsmith bench decode`), llama.cpp's with the state of a short prompt, again and again; a step
+reads the same bytes as after a real prompt. The contenders take turns; a row has the median over the rounds, and
+all of them.
+
+The script writes docs/results/decode.json after each model; scripts/render.py makes the tables of docs/performance.md from it.
+"""
+
+import argparse
+import json
+import os
+import platform
+import statistics
+import subprocess
+import sys
+from pathlib import Path
+
+HERE = Path(__file__).resolve().parent
+sys.path.insert(0, str(HERE.parent / "scripts"))
+import documents  # noqa: E402
+
+# Methods whose loss and time both are known, and the options of `bench decode` with which they are as in those tables.
+LOSSES = {"wpq": (), "selfindex": (), "streaming": (), "pqcache": (), "lfps": (), "a2ats": ("--size", 1024)}
+# Tables with the losses, and their shares of the bytes.
+TABLES = (("text", (0.1, 0.2)), ("questions-4096", (0.1,)), ("long", (0.05, 0.1)))
+OF_LOSS = ("kl", "top1_equal", "needle_accuracy")
+# Shapes, and the weights and contexts with which they are timed.
+SHAPES = {
+    "1b": ("llama-3.2-1b", ("bf16", "q8", "q4"), ("8K", "32K", "128K")),
+    "4b": ("qwen3-4b", ("q8", "q4"), ("8K", "32K")),
+}
+SHAPE_METHODS, SHAPE_BUDGET = ("full", "wpq", "selfindex", "streaming"), 0.06
+# Types of llama.cpp's weights and cache.
+LLAMA = (("bf16", "f16"), ("q8", "f16"), ("q8", "q8"))
+
+
+def bench(program, *words):
+    """Return the rows of `kvsmith bench decode`."""
+    command = [program, "bench", "decode", "--device", "cpu", *words, "--json", "-q"]
+    done = subprocess.run(list(map(str, command)), check=True, stdout=subprocess.PIPE, text=True)
+    return json.loads(done.stdout)["rows"]
+
+
+def settings():
+    """Return what SmolLM2 is timed at: length, method, options, budget, share of the bytes and where the loss stands.
+
+    The budget is the mean over the works of the table, each of which has its own.
+    """
+    found = []
+    for table, shares in TABLES:
+        document = documents.load(table)
+        if document is None:
+            print(f"note: no {table}.json: its settings are left out", file=sys.stderr)
+            continue
+        for row in document["rows"]:
+            if row["form"] or row["method"] not in LOSSES or row["share"] not in shares or row["budget"] is None:
+                continue
+            budgets = row["budget"] if isinstance(row["budget"], list) else [row["budget"]]
+            loss = {key: row[key] for key in OF_LOSS if row.get(key) is not None}
+            found.append({"context": document["length"], "method": row["method"], "budget": statistics.fmean(budgets), "share": row["share"],
+                          "table": table, **loss})
+    return found
+
+
+def in_turns(contenders, rounds):
+    """Time (row, function) pairs in turns; return each row with the median of its rates, and all of them."""
+    found = [[] for _ in contenders]
+    for number in range(rounds):
+        for (row, run), rates in zip(contenders, found):
+            rates.append(run())
+            print(f"round {number + 1}: {json.dumps(row)}: {rates[-1]['tokens_per_s']:.1f} tokens/s", file=sys.stderr, flush=True)
+    return [row | each[-1] | {"tokens_per_s": statistics.median(one["tokens_per_s"] for one in each), "rounds": [one["tokens_per_s"] for one in each]}
+            for (row, _), each in zip(contenders, found)]
+
+
+def kvsmith(program, model, weights, context, method, budget, options=(), runs=6):
+    """Return a function that times one setting of kvsmith."""
+    def run():
+        [row] = bench(program, *model, *(("--weights", weights) if weights != "bf16" else ()), "--context", context, "--methods", method,
+                      "--budget", budget, "--runs", runs, *options)
+        return {key: row[key] for key in ("tokens_per_s", "bytes_read_fraction", "bytes_moved_fraction", "bytes", "weight_bytes", "kv_bytes")}
+    return run
+
+
+def llama(python, gguf, context, cache):
+    """Return a function that times llama.cpp: the better of flash attention on and off."""
+    def run():
+        rates = {}
+        for flash in (0, 1) if cache == "f16" else (1,):
+            command = [python, HERE / "llama_decode.py", gguf, context, cache, flash]
+            done = subprocess.run(list(map(str, command)), check=True, stdout=subprocess.PIPE, text=True)
+            rates[flash] = json.loads(done.stdout.splitlines()[-1])["tokens_per_s"]
+        best = max(rates, key=rates.get)
+        return {"tokens_per_s": rates[best], "flash_attention": bool(best)}
+    return run
+
+
+def positions(text):
+    return int(text[:-1]) * 1024 if str(text).endswith("K") else int(text)
+
+
+def smollm2(arguments, ggufs):
+    """Time SmolLM2 at every setting of the tables."""
+    model = ("--model", arguments.real / "model")
+    contenders, chosen = [], settings()
+    for context in sorted({setting["context"] for setting in chosen}):
+        for weights in ("bf16", "q8"):
+            common = {"program": "kvsmith", "model": "smollm2-135m", "weights": weights, "cache": "bf16", "context": context}
+            contenders.append((common | {"method": "full"}, kvsmith(arguments.kvsmith, model, weights, context, "full", 1.0)))
+            for of in chosen:
+                if of["context"] == context:
+                    # The losses were measured with weights in bf16.
+                    row = common | {key: value for key, value in of.items() if weights == "bf16" or key not in OF_LOSS}
+                    contenders.append((row, kvsmith(arguments.kvsmith, model, weights, context, of["method"], of["budget"], LOSSES[of["method"]])))
+        for weights, cache in LLAMA if arguments.llama else ():
+            row = {"program": "llama.cpp", "model": "smollm2-135m", "weights": weights, "cache": cache, "context": context, "method": "full"}
+            contenders.append((row, llama(arguments.llama, ggufs[weights], context, cache)))
+    return in_turns(contenders, arguments.rounds)
+
+
+def shape(arguments, name):
+    """Time a shape with random weights."""
+    of, all_weights, contexts = SHAPES[name]
+    contenders = []
+    for weights in all_weights:
+        for context in contexts:
+            for method in SHAPE_METHODS:
+                row = {"program": "kvsmith", "model": of, "weights": weights, "cache": "bf16", "context": positions(context), "method": method}
+                contenders.append((row | ({"budget": SHAPE_BUDGET} if method != "full" else {}),
+                                   kvsmith(arguments.kvsmith, ("--shapes", of), weights, context, method, SHAPE_BUDGET, runs=3)))
+    return in_turns(contenders, arguments.rounds)
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("kvsmith", type=Path, help="the program")
+    parser.add_argument("real", type=Path, help="the folder that `make real` made")
+    parser.add_argument("--only", default="smollm2,1b,4b", help="models to time (default: all)")
+    parser.add_argument("--llama", help="a Python with the package llama-cpp-python")
+    parser.add_argument("--rounds", type=int, default=3, help="turns of each contender")
+    arguments = parser.parse_args()
+    version = subprocess.run([arguments.kvsmith, "--version"], check=True, capture_output=True, text=True).stdout.splitlines()
+    ggufs = {}
+    if arguments.llama:
+        for weights in ("bf16", "q8"):
+            path = arguments.real / "lab" / f"smollm2-{weights}.gguf"
+            if not path.exists():
+                subprocess.run([sys.executable, str(HERE / "llama_gguf.py"), str(arguments.real), weights, str(path)], check=True)
+            ggufs[weights] = path
+    document = documents.load("decode") or {"table": "decode", "runs": [], "rows": []}
+    for name in arguments.only.split(","):
+        rows = smollm2(arguments, ggufs) if name == "smollm2" else shape(arguments, name)
+        mine = {row["model"] for row in rows}
+        run = {"models": sorted(mine), "program": ", ".join(version[:2]), "machine": machine(version), "rounds": arguments.rounds}
+        document["runs"] = [of for of in document["runs"] if not mine & set(of["models"])] + [run]
+        document["rows"] = [row for row in document["rows"] if row["model"] not in mine] + rows
+        documents.save("decode", document)
+
+
+def machine(version):
+    """Describe the processor."""
+    names = [line.split(":", 1)[1].strip() for line in open("/proc/cpuinfo", encoding="utf-8") if line.startswith("model name")] if os.path.exists("/proc/cpuinfo") else []
+    features = next((line for line in version if line.startswith("cpu: ")), "cpu: ")[5:]
+    return f"{names[0] if names else platform.processor()}, {os.cpu_count()} threads, {features}"
+
+
+if __name__ == "__main__":
+    main()
