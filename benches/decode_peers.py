@@ -1,15 +1,15 @@
 #!/usr/bin/env python3
 """Times decode steps of whole models beside llama.cpp, and puts the loss of the same setting beside the time.
 
-    python benches/decode_peers.py KVSMITH REAL [--only smollm2,1b,4b] [--llama PYTHON] [--rounds 3]
+    python benches/decode_peers.py KVSMITH REAL [--only smollm2,0.6b,1b,4b] [--llama PYTHON] [--rounds 3]
 
 REAL is the folder that `make real` made. PYTHON has the package llama-cpp-python (0.3.36); without it, there are no rows of
 llama.cpp. Run it alone: it uses all cores.
 
 SmolLM2-135M is timed where its loss is known: at the length, and with the budgets, of rows of docs/results/text.json,
-questions-4096.json and long.json. The other models are shapes with random weights, so that they have no loss. kvsmith fills
-its caches with random rows (`kvsmith bench decode`), llama.cpp's with the state of a short prompt, again and again; a step
-reads the same bytes as after a real prompt. The contenders take turns; a row has the median over the rounds, and
+questions-4096.json and long.json. The other models are shapes with random weights, so no loss is known. kvsmith fills
+its caches with random rows (`kvsmith bench decode`), llama.cpp's with the state of a short prompt, again and again; a
+step of most methods reads as many bytes as after a real prompt (`lfps` and `ctkvr` choose by attention, which is not that of text). The contenders take turns; a row has the median over the rounds, and
 all of them.
 
 The script writes docs/results/decode.json after each model; scripts/render.py makes the tables of docs/performance.md from it.
@@ -27,6 +27,7 @@ from pathlib import Path
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parent / "scripts"))
 import documents  # noqa: E402
+from claims import NO_BYPASS  # noqa: E402
 
 # Methods whose loss and time both are known, and the options of `bench decode` with which they are as in those tables.
 LOSSES = {"wpq": (), "selfindex": (), "streaming": (), "pqcache": (), "lfps": (), "a2ats": ("--size", 1024)}
@@ -35,6 +36,7 @@ TABLES = (("text", (0.1, 0.2)), ("questions-4096", (0.1,)), ("long", (0.05, 0.1)
 OF_LOSS = ("kl", "top1_equal", "needle_accuracy")
 # Shapes, and the weights and contexts with which they are timed.
 SHAPES = {
+    "0.6b": ("qwen3-0.6b", ("bf16", "q8"), ("8K", "32K")),
     "1b": ("llama-3.2-1b", ("bf16", "q8", "q4"), ("8K", "32K", "128K")),
     "4b": ("qwen3-4b", ("q8", "q4"), ("8K", "32K")),
 }
@@ -62,7 +64,7 @@ def settings():
             print(f"note: no {table}.json: its settings are left out", file=sys.stderr)
             continue
         for row in document["rows"]:
-            if row["form"] or row["method"] not in LOSSES or row["share"] not in shares or row["budget"] is None:
+            if row["form"] not in ("", NO_BYPASS) or row["method"] not in LOSSES or row["share"] not in shares or row["budget"] is None:
                 continue
             budgets = row["budget"] if isinstance(row["budget"], list) else [row["budget"]]
             loss = {key: row[key] for key in OF_LOSS if row.get(key) is not None}
@@ -75,9 +77,9 @@ def in_turns(contenders, rounds):
     """Time (row, function) pairs in turns; return each row with the median of its rates, and all of them."""
     found = [[] for _ in contenders]
     for number in range(rounds):
-        for (row, run), rates in zip(contenders, found):
-            rates.append(run())
-            print(f"round {number + 1}: {json.dumps(row)}: {rates[-1]['tokens_per_s']:.1f} tokens/s", file=sys.stderr, flush=True)
+        for (row, run), timed in zip(contenders, found):
+            timed.append(run())
+            print(f"round {number + 1}: {json.dumps(row)}: {timed[-1]['tokens_per_s']:.1f} tokens/s", file=sys.stderr, flush=True)
     return [row | each[-1] | {"tokens_per_s": statistics.median(one["tokens_per_s"] for one in each), "rounds": [one["tokens_per_s"] for one in each]}
             for (row, _), each in zip(contenders, found)]
 
@@ -144,13 +146,14 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("kvsmith", type=Path, help="the program")
     parser.add_argument("real", type=Path, help="the folder that `make real` made")
-    parser.add_argument("--only", default="smollm2,1b,4b", help="models to time (default: all)")
+    parser.add_argument("--only", default="smollm2,0.6b,1b,4b", help="models to time (default: all)")
     parser.add_argument("--llama", help="a Python with the package llama-cpp-python")
     parser.add_argument("--rounds", type=int, default=3, help="turns of each contender")
     arguments = parser.parse_args()
     version = subprocess.run([arguments.kvsmith, "--version"], check=True, capture_output=True, text=True).stdout.splitlines()
     ggufs = {}
     if arguments.llama:
+        (arguments.real / "lab").mkdir(exist_ok=True)
         for weights in ("bf16", "q8"):
             path = arguments.real / "lab" / f"smollm2-{weights}.gguf"
             if not path.exists():

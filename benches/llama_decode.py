@@ -8,6 +8,7 @@ sequences which then join the first one: its cells hold real keys and values, an
 
 import ctypes
 import json
+import os
 import statistics
 import sys
 import time
@@ -22,7 +23,7 @@ def main():
     kind = {"f16": llama.GGML_TYPE_F16, "q8": llama.GGML_TYPE_Q8_0}[cache]
     # Room for the steps, and for one copy of the prompt.
     room = context + STEPS * RUNS + 2 * PROMPT
-    model = llama.Llama(path, n_ctx=room, n_batch=PROMPT, type_k=kind, type_v=kind, flash_attn=flash, verbose=False)
+    model = llama.Llama(path, n_ctx=room, n_batch=PROMPT, n_threads=os.cpu_count(), n_threads_batch=os.cpu_count(), type_k=kind, type_v=kind, flash_attn=flash, verbose=False)
     ctx = model.ctx
     memory = llama.llama_get_memory(ctx)
     tokens = list(range(1000, 1000 + PROMPT))

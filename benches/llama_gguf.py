@@ -2,7 +2,7 @@
 
     python llama_gguf.py REAL bf16|q8 OUTPUT
 
-The metadata are those of the fetched file; its Q4_1 weights are the same numbers as those of REAL/model. Needs the package
+The metadata are those of the fetched file; its Q4_1 weights are those of REAL/model before they were rounded to bf16. Needs the package
 gguf. llama.cpp runs the file; benches/decode_peers.py makes it.
 """
 

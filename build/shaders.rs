@@ -50,15 +50,22 @@ pub fn read(stem: &str, text: &str) -> Result<Vec<Entry>, String> {
     let mut validator = Validator::new(ValidationFlags::all(), Capabilities::empty());
     let info = validator.validate(&module).map_err(|e| e.emit_to_string(text))?;
     let (params, fields) = parameters(&module)?;
+    let mut bound = module
+        .global_variables
+        .iter()
+        .filter_map(|(_, variable)| variable.binding);
+    if bound.any(|binding| binding.group != 0) {
+        return Err("a binding outside group 0".to_owned());
+    }
     let entries = module.entry_points.iter().enumerate().map(|(i, entry)| {
         let mut used = Used::default();
-        used.add(&module, params, &entry.function);
+        used.add(&module, params, &entry.function)?;
         // The first is `first_group`.
         let fields = fields.iter().enumerate().skip(1);
         let variables = module.global_variables.iter();
         let buffers =
             variables.filter(|(handle, _)| *handle != params && !info.get_entry_point(i)[*handle].is_empty());
-        Entry {
+        Ok(Entry {
             stem: stem.to_owned(),
             name: entry.name.clone(),
             parameters: fields
@@ -67,30 +74,31 @@ pub fn read(stem: &str, text: &str) -> Result<Vec<Entry>, String> {
             bindings: buffers
                 .filter_map(|(_, buffer)| Some((buffer.binding?.binding, buffer.name.clone()?)))
                 .collect(),
-        }
+        })
     });
-    Ok(entries.collect())
+    entries.collect()
 }
 
 /// Finds the uniform variable, and the names of its fields.
 fn parameters(module: &Module) -> Result<(Handle<GlobalVariable>, Vec<String>), String> {
     let mut variables = module.global_variables.iter();
     let uniform = variables.find(|(_, variable)| variable.space == AddressSpace::Uniform);
-    let (params, variable) = uniform.ok_or("no Params")?;
+    let (params, variable) = uniform.ok_or("no uniform variable")?;
     let TypeInner::Struct { members, .. } = &module.types[variable.ty].inner else {
-        return Err("Params are no struct".to_owned());
+        return Err("the uniform variable is not a struct".to_owned());
     };
-    let name = |member: &StructMember| {
+    let name = |(i, member): (u32, &StructMember)| {
         let name = member.name.clone().unwrap_or_default();
         match module.types[member.ty].inner {
-            TypeInner::Scalar(Scalar::U32) => Ok(name),
-            _ => Err(format!("`{name}` is no u32")),
+            TypeInner::Scalar(Scalar::U32) if member.offset == 4 * i => Ok(name),
+            TypeInner::Scalar(Scalar::U32) => Err(format!("`{name}` does not follow the field before")),
+            _ => Err(format!("`{name}` is not a u32")),
         }
     };
-    let fields: Vec<String> = members.iter().map(name).collect::<Result<_, _>>()?;
+    let fields: Vec<String> = (0..).zip(members).map(name).collect::<Result<_, _>>()?;
     match fields.first() {
         Some(first) if first == "first_group" => Ok((params, fields)),
-        _ => Err("Params do not begin with first_group".to_owned()),
+        _ => Err("the first field of the uniform variable is not first_group".to_owned()),
     }
 }
 
@@ -103,40 +111,55 @@ struct Used {
 }
 
 impl Used {
-    fn add(&mut self, module: &Module, params: Handle<GlobalVariable>, function: &Function) {
-        for (_, expression) in function.expressions.iter() {
-            if let Expression::AccessIndex { base, index } = expression
-                && matches!(function.expressions[*base], Expression::GlobalVariable(of) if of == params)
-            {
-                self.fields.insert(*index as usize);
-            }
-        }
-        self.add_calls(module, params, &function.body);
-    }
-
-    fn add_calls(&mut self, module: &Module, params: Handle<GlobalVariable>, block: &Block) {
-        for statement in block.iter() {
-            match statement {
-                Statement::Call { function, .. } if self.seen.insert(*function) => {
-                    self.add(module, params, &module.functions[*function]);
+    /// # Errors
+    /// `Params` is used as a whole, so that its fields cannot be told apart.
+    fn add(
+        &mut self,
+        module: &Module,
+        params: Handle<GlobalVariable>,
+        function: &Function,
+    ) -> Result<(), String> {
+        let expressions = &function.expressions;
+        let is_params = |at: Handle<Expression>| matches!(expressions[at], Expression::GlobalVariable(of) if of == params);
+        for (_, expression) in expressions.iter() {
+            match expression {
+                Expression::AccessIndex { base, index } if is_params(*base) => {
+                    self.fields.insert(*index as usize);
                 }
-                Statement::Block(block) => self.add_calls(module, params, block),
-                Statement::If { accept, reject, .. } => {
-                    self.add_calls(module, params, accept);
-                    self.add_calls(module, params, reject);
-                }
-                Statement::Switch { cases, .. } => {
-                    for case in cases {
-                        self.add_calls(module, params, &case.body);
-                    }
-                }
-                Statement::Loop { body, continuing, .. } => {
-                    self.add_calls(module, params, body);
-                    self.add_calls(module, params, continuing);
+                Expression::Load { pointer } if is_params(*pointer) => {
+                    return Err("the uniform variable is read as a whole".to_owned());
                 }
                 _ => {}
             }
         }
+        self.add_calls(module, params, &function.body)
+    }
+
+    fn add_calls(
+        &mut self,
+        module: &Module,
+        params: Handle<GlobalVariable>,
+        block: &Block,
+    ) -> Result<(), String> {
+        block.iter().try_for_each(|statement| match statement {
+            Statement::Call { function, .. } if self.seen.insert(*function) => {
+                self.add(module, params, &module.functions[*function])
+            }
+            Statement::Block(block) => self.add_calls(module, params, block),
+            Statement::If { accept, reject, .. } => {
+                self.add_calls(module, params, accept)?;
+                self.add_calls(module, params, reject)
+            }
+            Statement::Switch { cases, .. } => {
+                let mut bodies = cases.iter().map(|case| &case.body);
+                bodies.try_for_each(|body| self.add_calls(module, params, body))
+            }
+            Statement::Loop { body, continuing, .. } => {
+                self.add_calls(module, params, body)?;
+                self.add_calls(module, params, continuing)
+            }
+            _ => Ok(()),
+        })
     }
 }
 

@@ -1,4 +1,4 @@
-"""The claims of docs/results.md: that one way of reading the cache loses less than another, and whether it does."""
+"""The claims of docs/results.md and docs/dev/results.md: that one way of reading the cache loses less than another, and whether it does."""
 
 import numpy as np
 

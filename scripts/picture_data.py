@@ -1,4 +1,4 @@
-"""Commit the data that the pictures of a report show: write docs/pictures/report.json, and its digest into the pictures.
+"""Write the data that the pictures of a report show to docs/pictures/report.json, and its digest into the pictures.
 
     python picture_data.py REPORT.html
 

@@ -1,4 +1,4 @@
-"""Pictures of README.md, from the documents in docs/results: loss against bytes, and tokens per second against the length of the context.
+"""Pictures of README.md and docs/results.md, from the documents in docs/results: loss against bytes, and tokens per second against the length of the context.
 
 Each is drawn for a light and a dark page. render.py writes them.
 """
@@ -53,12 +53,12 @@ class Plot:
         self.text(LEFT - 48, TOP + 6, y_name, size=11)
 
     def series(self, points, name, colour, bold=False, dash="", spread=()):
-        # Intervals of lines at the same place stand side by side.
-        beside = 3 * (len(self.labels) % 5 - 2) if spread else 0
-        at = [(self.x(x) + beside, self.y(y)) for x, y in points]
+        at = [(self.x(x), self.y(y)) for x, y in points]
+        # Intervals at the same place stand side by side.
+        beside = 3 * (len(self.labels) % 5 - 2)
         for (x, _), ends in zip(at, spread):
             if ends:
-                self.line([(x, self.y(ends[0])), (x, self.y(ends[1]))], colour, 1.2)
+                self.line([(x + beside, self.y(ends[0])), (x + beside, self.y(ends[1]))], colour, 1.2)
         self.line(at, colour, 3 if bold else 1.6, dash)
         self.parts += [f'<circle cx="{x:.1f}" cy="{y:.1f}" r="{4 if bold else 2.8}" fill="{colour}"/>' for x, y in at]
         self.labels.append([at[-1][1], at[-1][0], name, colour, bold])
@@ -76,17 +76,18 @@ class Plot:
 
 
 def scale(low, high, first, last, log=True):
-    """Return a function from values to places."""
+    """Return a function from values to pixels."""
     to = math.log if log else float
-    return lambda value: first + (to(value) - to(low)) / (to(high) - to(low)) * (last - first)
+    width = to(high) - to(low)
+    return lambda value: first + ((to(value) - to(low)) / width if width else 0.5) * (last - first)
 
 
 def losses(document, theme):
-    """Draw the loss of each method against the share of the bytes that it reads."""
+    """Draw the losses of some methods against the shares of the bytes that they read; each point has the options that lose least there."""
     chosen = [row for share in tables.shares_of(document) for row, _ in tables.chosen_rows(document, share)]
     found = []
     for method, form, name in LOSSES:
-        rows = [row for row in chosen if (row["method"], tables.form_of(row)) == (method, form)]
+        rows = [row for row in chosen if (row["method"], tables.is_buckets(row)) == (method, form == "buckets")]
         if rows:
             found.append((name, sorted(rows, key=lambda row: row["bytes_read_fraction"])))
     spreads = {name: [tables.kl_interval(row) for row in rows] for name, rows in found}
@@ -94,7 +95,7 @@ def losses(document, theme):
     low, high = 10 ** math.floor(math.log10(min(values))), 10 ** math.ceil(math.log10(max(values)))
     reads = [row["bytes_read_fraction"] for _, rows in found for row in rows]
     right = math.ceil(100 * max(reads) + 0.5) / 100
-    plot = Plot(theme, "Loss against bytes read", f"SmolLM2-135M, {document['length']:,} tokens of {document['text']} text, {document['steps']} steps; 95% intervals",
+    plot = Plot(theme, "Loss against bytes read", f"SmolLM2-135M, {document['length']:,} tokens of {document['text']} text, {document['steps']} steps; best options of each method; 95% intervals",
                 scale(0, right, LEFT, WIDTH - RIGHT, log=False), scale(low, high, HEIGHT - BOTTOM, TOP + 16))
     ticks = [value for power in range(round(math.log10(low)), round(math.log10(high)) + 1) for value in (10**power, 3 * 10**power) if low <= value <= high]
     plot.axes([(share / 100, f"{share}%") for share in range(0, round(100 * right) + 1, 2)], [(value, f"{value:g}") for value in ticks],
@@ -107,10 +108,15 @@ def losses(document, theme):
     return plot.svg()
 
 
+def at_equal_bytes(document):
+    """Return the rows of the real model in bf16: those of full attention, and those at a share of the bytes whose losses are known."""
+    rows = [row for row in document["rows"] if (row["model"], row["weights"], row["program"]) == ("smollm2-135m", "bf16", "kvsmith")]
+    return [row for row in rows if row["method"] == "full" or row["share"] == SHARE]
+
+
 def speeds(document, theme):
     """Draw tokens per second against the length of the context, at the settings whose losses are known."""
-    rows = [row for row in document["rows"] if row["model"] == "smollm2-135m" and row["weights"] == "bf16" and row["program"] == "kvsmith"]
-    rows = [row for row in rows if row["method"] == "full" or row["share"] == SHARE]
+    rows = at_equal_bytes(document)
     contexts = sorted({row["context"] for row in rows})
     top = 10 * math.ceil(max(row["tokens_per_s"] for row in rows) / 10)
     machine = next(run["machine"] for run in document["runs"] if "smollm2-135m" in run["models"])

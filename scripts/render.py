@@ -30,12 +30,14 @@ or `kvsmith verdict`.
 """
 
 READING = """How to read the tables: *KL* is how far the distribution of the next token is from that of full attention, the mean over the
-last steps of each block of text. *Same top token* is the share of these steps in which the most probable token is the same. *Perplexity
+last steps of each block. *Same top token*: the most probable token is the same. *Perplexity
 ratio* is the perplexity of the text divided by that with full attention. *Read* is the share of the bytes of all visible keys and
 values that a step reads, index included; the keys that `topk` reads in order to rank are not counted. Intervals are 95%
 intervals from resamples of whole blocks or texts. Nothing was fitted to these texts, but nine forms of `wpq` were looked at on them while it was
-developed, so they favour it. Options were searched for on other text of 8,192 tokens; a row has these or the
-defaults, whichever loses less here, and the last column the other loss (of `lfps`, that of the paper's form). `wpq` has its defaults. [dev/results.md](dev/results.md) has every form of every method, and
+developed, so they favour it. A row has the options that lose least here: the defaults,
+or for `a2ats`, `selfindex`, `lfps`, `ctkvr`, `quest`, `pqcache` and `doublesparsity` options that were searched for on other text of 8,192 tokens. The last
+column is the loss with the defaults (of `lfps`, with those of its paper). `wpq` has its defaults. *Moved* counts whole granules of 64 bytes, the units in
+which memory moves. [dev/results.md](dev/results.md) has every form of every method, and
 [dev/replication.md](dev/replication.md) the texts and how to measure them again.
 """
 
@@ -102,7 +104,7 @@ of right answers in each.
 CLAIMS_HERE = """Each claim compares the losses of two ways of reading the cache, most of them at one budget, 6% of the positions of 2,048 tokens, where
 the two may read different shares of the bytes. It is *confirmed* if the first loses less, *not reproduced* if it loses more, and *undecided*
 otherwise, at 5% after the correction for the number of claims. That something loses *no more* can only be not refuted. [dev/results.md](dev/results.md#claims)
-has the figures, and the claims about kvsmith's own method.
+has the figures, and the claims about kvsmith's own method. The artifact was fitted to other chapters of the measured works.
 """
 # Tables of text: name, heading, and what they are about.
 TEXTS = (
@@ -167,9 +169,9 @@ def results_page(found):
             parts += [f"## {document['length']:,} tokens, {100 * share:.0f}% of the bytes\n", about, tables.short_table(document, share)]
     for name in ("questions-4096", "questions-8192"):
         if document := found[name]:
+            fitted = "The artifact is that of the table above." if is_early(document) else calibration(document)
             parts += [f"## {document['questions']} questions about {document['length']:,} tokens, 10% of the bytes\n",
-                      f"{QUESTIONS} {PROTOCOLS[document['protocol']]} {calibration(document)} Full attention answers {percent(document['full_needle_accuracy'])}.\n",
-                      tables.short_questions(document)]
+                      f"{QUESTIONS} {fitted} Full attention answers {percent(document['full_needle_accuracy'])}.\n", tables.short_questions(document)]
     if found["claims"]:
         parts += ["## What the papers claim\n", CLAIMS_HERE, "<details><summary>The claims of the papers and how they fared</summary>\n", tables.claims_list(found), "</details>\n"]
     return wrapped("\n".join(parts)).rstrip("\n") + "\n"
@@ -186,16 +188,13 @@ def summary(found):
     said = []
     for document in [found[name] for name in ("text", "long") if found[name] and not is_early(found[name])]:
         for share in tables.shares_of(document):
-            rows = {row["method"]: row for row, _ in reversed(tables.chosen_rows(document, share))}
-            exact, ours = rows.get("topk"), rows.get("wpq")
+            rows = [row for row, _ in tables.chosen_rows(document, share)]
+            [exact], [ours], latest = ([row for row in rows if row["method"] == method] for method in ("topk", "wpq", "streaming"))
             where = f"At {document['length']:,} tokens and {100 * share:.0f}% of the bytes"
-            if exact and ours:
-                said.append(f"{where}, `wpq` loses {ours['kl']:.4f} nats and chooses the top token of full attention in {percent(ours.get('top1_equal'))} of the steps. "
-                            f"An exact choice of the same bytes, whose ranking is not counted, loses {exact['kl']:.4f}. {ratio_sentence(document, share)}")
-            if rows.get("streaming") and share == max(tables.shares_of(document)):
-                worse = [f"`{method}`" for method, row in rows.items() if row["kl"] > rows["streaming"]["kl"]]
-                if worse:
-                    said.append(f"{where}, reading only the latest positions (`streaming`) loses {rows['streaming']['kl']:.4f} nats, less than {listed(worse)}.")
+            said.append(f"{where}, `wpq` loses {ours['kl']:.4f} nats and chooses the top token of full attention in {percent(ours.get('top1_equal'))} of the steps. "
+                        f"An exact choice of the same bytes, whose ranking is not counted, loses {exact['kl']:.4f}. {ratio_sentence(document, share)}")
+            if latest and share == max(tables.shares_of(document)) and (worse := [tables.named(row) for row in rows if row["kl"] > latest[0]["kl"]]):
+                said.append(f"{where}, reading only the latest positions (`streaming`) loses {latest[0]['kl']:.4f} nats, less than {listed(worse)}.")
     for name in ("questions-4096", "questions-8192"):
         if document := found[name]:
             said.append(question_sentence(document))
@@ -208,7 +207,7 @@ def is_early(document):
 
 
 EARLY = """This table was measured before `pqcache`, `doublesparsity`, `randsign` and `triattention` were implemented and before options were searched
-for, so that they are missing.
+for, so they are missing.
 """
 
 
@@ -228,30 +227,41 @@ ROWS_OF_README = 10
 def loss_table(found):
     """Return README's table of losses, least first."""
     document, share = headline(found)
-    asked = (found["questions-4096"] or {"rows": []})["rows"]
-    right = {row["method"]: row for row in asked if tables.form_of(row) == "" and row["form"] != "tuned" and row.get("needle_accuracy") is not None}
+    questions = [row for row in (found["questions-4096"] or {"rows": []})["rows"] if row.get("needle_accuracy") is not None]
+    asked = {row["method"]: row for row, _ in tables.better(questions, lambda row: -row["needle_accuracy"])}
     body = []
     for row, _ in tables.chosen_rows(document, share)[:ROWS_OF_README]:
-        form = tables.form_of(row)
-        words = "oracle" if row["method"] == "topk" else f"`--positions {form}`, ours" if form else ""
-        of = right.get(row["method"], {}) if not form else {}
-        body.append([f"`{row['method']}`" + (f" ({words})" if words else ""), percent(row["bytes_read_fraction"]),
-                     f"{row['kl']:.4f}" + tables.spread(tables.kl_interval(row), 4), percent(row.get("top1_equal")), percent(of.get("needle_accuracy")) or "not measured"])
-    return tables.grid(["method", "read", "KL, nats (95%)", "same top token", "questions answered"], body)
+        of = {} if tables.is_buckets(row) else asked.get(row["method"], {})
+        words = ", an oracle" if row["method"] == "topk" else ", ours" if tables.is_buckets(row) else ""
+        body.append([tables.named(row) + words, percent(row["bytes_read_fraction"]), f"{row['kl']:.4f}" + tables.spread(tables.kl_interval(row), 4),
+                     percent(row.get("top1_equal")), percent(of.get("needle_accuracy")) or "not measured"])
+    return tables.grid(["method", "read", "KL, nats (95%)", "same top token", "questions, at 10%"], body)
 
 
 def ratio_sentence(document, share):
     """Say how much less wpq loses than the best of the papers' methods at a share of the bytes."""
     best, ours = tables.best_of_papers(document, share), tables.row_at(document, "wpq", "", share)
     ends = tables.ratio_interval(best["kl_by_block"], ours["kl_by_block"])
-    return f"The best of the published methods, {tables.label(best)}, loses {best['kl'] / ours['kl']:.1f} times as much as `wpq`{tables.spread(ends, 1)}."
+    return f"The best of the published methods, {tables.named(best)}, loses {best['kl'] / ours['kl']:.1f} times as much as `wpq`{tables.spread(ends, 1)}."
 
 
 def question_sentence(document):
     """Say what share of the questions full attention and two methods answer."""
     right = {row["method"]: percent(row["needle_accuracy"]) for row in document["rows"] if row.get("needle_accuracy") is not None and row["form"] == ""}
     return (f"Of {document['questions']} questions that ask for one of eight facts hidden in {document['length']:,} tokens, full attention answers "
-            f"{percent(document['full_needle_accuracy'])}. At 10% of the bytes `wpq` answers {right['wpq']} and `selfindex` {right['selfindex']}: a KL that looks small can still go with losing most of the facts.")
+            f"{percent(document['full_needle_accuracy'])}. At 10% of the bytes `wpq` answers {right['wpq']} and `selfindex` {right['selfindex']}.")
+
+
+def speed_sentence(document):
+    """Say how many tokens per second the longest context of the real model gives, with full attention and with methods at equal bytes."""
+    rows = pictures.at_equal_bytes(document)
+    longest = max(row["context"] for row in rows)
+    rate = {row["method"]: row["tokens_per_s"] for row in rows if row["context"] == longest}
+    others = [f"`{method}` {rate[method]:.0f}" for method, _ in pictures.SPEEDS if method in rate and method != "full"]
+    machine = next(run["machine"] for run in document["runs"] if "smollm2-135m" in run["models"])
+    where = ", ".join(part.strip() for part in machine.split(",")[:2])
+    return (f"SmolLM2-135M on {where}, {longest:,} positions, tokens per second: full attention {rate['full']:.0f}; at {100 * pictures.SHARE:.0f}% of the bytes {listed(others)}. "
+            "`streaming` chooses nothing, so the gap to it is roughly the cost of choosing.")
 
 
 def wrapped(text, width=120):
@@ -270,15 +280,19 @@ def wrapped(text, width=120):
 
 def blocks(found):
     """Return the text of each marked block, or None where its document is missing."""
-    made = {"losses": None}
+    made = {"losses": None, "speeds": None}
     document, share = headline(found)
     if document:
-        fitted = "the other chapters of the same works" if is_early(document) else "other works"
-        about = (f"{len(document['works'])} texts of {document['length']:,} tokens, {100 * share:.0f}% of the bytes of the cache; the artifacts were fitted to {fitted}. "
+        works = ", ".join(f"{document['works'].count(work)} of {NAMES[work]}" for work in dict.fromkeys(document["works"]))
+        fitted = "other chapters of the same works" if is_early(document) else "other works"
+        about = (f"Blocks of {document['length']:,} tokens ({works}), {100 * share:.0f}% of the bytes of the cache; the artifacts were fitted to {fitted}. "
                  f"[docs/results.md](docs/results.md) has {len(tables.chosen_rows(document, share)) - ROWS_OF_README} more rows.")
         sentences = [ratio_sentence(document, share)]
-        sentences += [question_sentence(found["questions-4096"])] if found["questions-4096"] else []
+        if asked := found["questions-4096"]:
+            sentences += [question_sentence(asked), *(["There, the artifact was fitted to other chapters of the same works."] if is_early(asked) else [])]
         made["losses"] = "\n".join([wrapped(about), "", loss_table(found), wrapped(" ".join(sentences)) + "\n"])
+    if found["decode"]:
+        made["speeds"] = picture("speed", "Tokens per second against the length of the context, for full attention and for methods that read a tenth of the cache", "docs/pictures/") + "\n" + wrapped(speed_sentence(found["decode"]), 150) + "\n"
     return made | {name: make(found[name]) if found[name] else None for name, make in OTHERS.items()}
 
 

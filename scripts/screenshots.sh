@@ -24,5 +24,5 @@ shot() { # name width height
     mv "$folder/$1" "$out/$1"
 }
 
-shot report-wide.png 1200 2000
+shot report-wide.png 1200 1800
 shot report-phone.png 400 2110

@@ -27,7 +27,7 @@ def spread(interval, digits, scale=1):
 def label(row):
     """Name the method and form of a row; a tuned row also says its options."""
     form = LABELS.get(row["form"], row["form"])
-    if form == "tuned":
+    if form.endswith("tuned"):
         form = f"tuned: `{row['options']}`" if row["options"] else "tuned: defaults"
     return f"`{row['method']}`" + (f" ({form})" if form else "")
 
@@ -75,6 +75,9 @@ def text_table(document):
     """Return the rows of a table of text, by share of the bytes; a row that was not measured says why."""
     rows = []
     for row in sorted(document["rows"], key=lambda row: row["share"]):
+        if row["form"] == "tuned" and not row["options"]:
+            # The same as the row with the defaults.
+            continue
         start = [percent(row["share"]), label(row)]
         if row["budget"] is None:
             rows.append([*start, "", row.get("why") or f"at least {percent(row['least'])}", *[""] * (1 + len(TEXT_COLUMNS))])
@@ -96,55 +99,62 @@ def best_of_papers(document, share):
     return min(rows, key=lambda row: row["kl"], default=None)
 
 
-# Forms of a row in the pages for users: the searched options and the defaults, of which the one that loses less is shown.
-CHOSEN = (("tuned", "", NO_BYPASS), ("buckets, tuned", "buckets"))
+def is_buckets(row):
+    """Tell whether a row is of our form of a2ats."""
+    return "buckets" in row["form"] + row.get("options", "")
+
+
+def is_choice(row):
+    """Tell whether a row has the defaults or options that were searched for, and is no ablation."""
+    form = row["form"]
+    return form in ("", NO_BYPASS, "buckets") or form.endswith("tuned") or form.startswith("other, ")
+
+
+def better(rows, key):
+    """Return, for each method (a2ats with buckets counts as one), the best of its rows by a key, and its other rows; of `wpq`, the row with the defaults."""
+    found = {}
+    for row in rows:
+        if is_choice(row) and not (row["method"] == "wpq" and row["form"]):
+            found.setdefault((row["method"], is_buckets(row)), []).append(row)
+    return [(min(each, key=key), each) for each in found.values()]
 
 
 def chosen_rows(document, share):
-    """Return for each method at a share of the bytes the row that loses less, of its searched options and its defaults, and the other one.
+    """Return for each method at a share of the bytes the row that loses least and one to compare it with; the least loss comes first.
 
-    Of `wpq`, the defaults are shown; of `lfps`, the other row is that of its paper's form. The least loss comes first.
+    That is the row with the most usual options: the defaults, or of `lfps` the paper's form.
     """
+    rows = [row for row in document["rows"] if row["share"] == share and "kl_by_block" in row]
     found = []
-    for method in dict.fromkeys(row["method"] for row in document["rows"]):
-        for forms in CHOSEN:
-            forms = ("",) if method == "wpq" else forms
-            measured = [row for form in forms if (row := row_at(document, method, form, share))]
-            if measured:
-                best = min(measured, key=lambda row: row["kl"])
-                other = max(measured, key=lambda row: row["kl"])
-                found.append((best, row_at(document, method, BYPASS, share) or other))
-            if method == "wpq":
-                break
-    return sorted(found, key=lambda rows: rows[0]["kl"])
+    for best, each in better(rows, lambda row: row["kl"]):
+        usual = row_at(document, best["method"], BYPASS, share) or next((row for row in each if row["form"] in ("", "buckets")), best)
+        found.append((best, usual))
+    return sorted(found, key=lambda pair: pair[0]["kl"])
 
 
-def form_of(row):
-    """Return the form of a row without the word that it is tuned, or that it has the default of kvsmith."""
-    form = row["form"].removesuffix(", tuned")
-    return "" if form in ("tuned", NO_BYPASS) else form
+def named(row):
+    """Name the method of a row for users, with its options unless they are the defaults."""
+    options = row.get("options") or ("--positions buckets" if row["form"] == "buckets" else "")
+    options = "" if options == NO_BYPASS else options
+    return f"`{row['method']}`" + (f" (`{options}`)" if options else "")
 
 
 def short_table(document, share):
     """Return the user's table of losses at a share of the bytes."""
     rows = []
-    for row, other in chosen_rows(document, share):
-        rows.append([label(row | {"form": form_of(row)}), percent(row["bytes_read_fraction"]),
-                     f"{row['kl']:.4f}" + spread(kl_interval(row), 4), percent(row.get("top1_equal")), decimals("perplexity_ratio", 3)(row), decimals("kl", 4)(other) if other["kl"] != row["kl"] else ""])
-    return filled(["method", "read", "KL, nats (95%)", "same top token", "perplexity ratio", "KL with other options"], rows)
+    for row, usual in chosen_rows(document, share):
+        rows.append([named(row), percent(row["bytes_read_fraction"]), percent(row.get("bytes_moved_fraction")), f"{row['kl']:.4f}" + spread(kl_interval(row), 4),
+                     percent(row.get("top1_equal")), decimals("perplexity_ratio", 3)(row), decimals("kl", 4)(usual) if usual["kl"] != row["kl"] else ""])
+    return filled(["method", "read", "moved", "KL, nats (95%)", "same top token", "perplexity ratio", "KL with the defaults"], rows)
 
 
 def short_questions(document):
     """Return the user's table of questions."""
     rows = []
-    for method in dict.fromkeys(row["method"] for row in document["rows"]):
-        of = {row["form"]: row for row in document["rows"] if row["method"] == method and row.get("needle_accuracy") is not None}
-        for forms in CHOSEN:
-            if measured := [of[form] for form in forms if form in of]:
-                row = measured[-1] if method == "wpq" else max(measured, key=lambda row: row["needle_accuracy"])
-                own = scores(row)
-                ends = mean_interval(own) if own else (row.get("intervals") or {}).get("needle_accuracy")
-                rows.append((row["needle_accuracy"], [label(row | {"form": form_of(row)}), percent(row["bytes_read_fraction"]), percent(row["needle_accuracy"]) + spread(ends, 1, 100)]))
+    for row, _ in better([row for row in document["rows"] if row.get("needle_accuracy") is not None], lambda row: -row["needle_accuracy"]):
+        own = scores(row)
+        ends = mean_interval(own) if own else (row.get("intervals") or {}).get("needle_accuracy")
+        rows.append((row["needle_accuracy"], [named(row), percent(row["bytes_read_fraction"]), percent(row["needle_accuracy"]) + spread(ends, 1, 100)]))
     return grid(["method", "read", "answered (95%)"], [cells for _, cells in sorted(rows, key=lambda each: -each[0])])
 
 
@@ -184,20 +194,24 @@ def claim_table(tables):
 
 
 def claims_list(tables):
-    """Return the claims of the papers and their verdicts after the correction for their number."""
-    rows = [[row["source"], row["claim"], row.get("after_holm", "not measured")] for row in judged(tables) if row["source"] != OURS]
+    """Return the claims of the papers about their own parts, and the verdicts after the correction for the number of claims."""
+    rows = [[row["source"], row["claim"], row.get("after_holm", "not measured")] for row in judged(tables) if row["source"] != OURS and "`quest`" not in row["claim"]]
     return grid(["source", "claim", "here"], rows)
 
 
 def decode_table(document):
-    """Return tokens per second of whole models, with the loss at the same setting where it is known."""
+    """Return tokens per second of whole models, with the loss at the same setting where it is known; with rounded weights, of some methods."""
     rows = []
     for row in document["rows"]:
+        if row["weights"] != "bf16" and row["method"] not in ("full", "wpq", "selfindex", "streaming"):
+            continue
         reads = percent(row.get("bytes_read_fraction")) if row["method"] != "full" else "100%"
         rate = f"{row['tokens_per_s']:.1f} ({min(row['rounds']):.1f} to {max(row['rounds']):.1f})"
         what = row["method"] if row["program"] == "kvsmith" else f"llama.cpp, cache in {row['cache']}"
-        loss = "0" if row["method"] == "full" and row["weights"] == "bf16" and row["program"] == "kvsmith" else decimals("kl", 4)(row)
-        right = percent(row.get("needle_accuracy"))
+        # On random rows some methods read another share than on text, whose loss does not belong here.
+        is_share = abs(row.get("bytes_read_fraction", 0) - row.get("share", 0)) <= 0.1 * row.get("share", 0)
+        loss = "0" if row["method"] == "full" and row["weights"] == "bf16" and row["program"] == "kvsmith" else decimals("kl", 4)(row) if is_share else ""
+        right = percent(row.get("needle_accuracy")) if is_share else ""
         rows.append([row["model"], row["weights"], f"{row['context']:,}", f"`{what}`" if row["program"] == "kvsmith" else what, reads, loss, right, rate])
     head = ["model", "weights", "positions", "method", "read", "KL, nats", "questions answered", "tokens/s (range)"]
     machines = "; ".join(f"{', '.join(run['models'])} on {run['machine']}, median of {run['rounds']} rounds" for run in document["runs"])

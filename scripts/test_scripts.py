@@ -1,6 +1,8 @@
 """Tests of the scripts that measure the real model, without a model: python -m unittest discover -s scripts."""
 
+import struct
 import unittest
+import zlib
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -189,11 +191,32 @@ class Pages(unittest.TestCase):
         self.assertIn("| random codewords | 0.5000 (0.2500 to 0.2500), 10.0% |", made["study-pays"].replace("|  |", "|"))
         self.assertIsNone(made["study-domains"])
 
-    def test_a_row_for_users_has_the_better_options_but_for_wpq(self):
-        rows = [{"method": method, "form": form, "share": 0.1, "kl": kl, "kl_by_block": [kl] * 20, "bytes_read_fraction": 0.1}
-                for method, form, kl in (("quest", "", 0.3), ("quest", "tuned", 0.2), ("wpq", "", 0.05), ("wpq", "tuned", 0.04), ("lfps", "", 0.1), ("lfps", claims.BYPASS, 0.4))]
+    def test_a_row_for_users_has_the_options_that_lose_least(self):
+        rows = [{"method": method, "form": form, "options": options, "share": 0.1, "kl": kl, "kl_by_block": [kl] * 20, "bytes_read_fraction": 0.1, "bytes_moved_fraction": 0.12}
+                for method, form, options, kl in (
+                    ("quest", "", "", 0.3), ("quest", "tuned", "--page 64", 0.2), ("wpq", "", "", 0.05), ("wpq", "tuned", "--wpq-directions all", 0.04),
+                    ("wpq", "mean", "--wpq-center mean", 0.01), ("lfps", "", "", 0.1), ("lfps", claims.BYPASS, claims.BYPASS, 0.4),
+                    ("a2ats", "", "", 0.6), ("a2ats", "buckets, tuned", "--positions buckets --size 512", 0.5), ("a2ats", "other, a2ats: --size 256", "--size 256", 0.55))]
         chosen = tables.chosen_rows({"rows": rows}, 0.1)
-        self.assertEqual([(row["kl"], other["kl"]) for row, other in chosen], [(0.05, 0.05), (0.1, 0.4), (0.2, 0.3)])
+        self.assertEqual([(row["kl"], usual["kl"]) for row, usual in chosen], [(0.05, 0.05), (0.1, 0.4), (0.2, 0.3), (0.5, 0.5), (0.55, 0.6)])
+        text = tables.short_table({"rows": rows}, 0.1)
+        self.assertIn("| `quest` (`--page 64`) | 10.0% | 12.0% | 0.2000 (0.2000 to 0.2000) | 0.3000 |", text)
+        self.assertIn("| `wpq` | 10.0% | 12.0% | 0.0500 (0.0500 to 0.0500) |  |", text)
+
+    def test_questions_for_users_are_of_the_options_that_answer_most(self):
+        rows = [{"method": method, "form": form, "options": options, "share": 0.1, "bytes_read_fraction": 0.1, "needle_accuracy": right, "scores_by_line": [[right]] * 20}
+                for method, form, options, right in (("quest", "", "", 0.2), ("quest", "tuned", "--page 64", 0.3), ("wpq", "", "", 0.6), ("wpq", "all directions", "--wpq-directions all", 0.7))]
+        lines = tables.short_questions({"rows": rows}).splitlines()
+        self.assertEqual(lines[2:], ["| `wpq` | 10.0% | 60.0% (60.0 to 60.0) |", "| `quest` (`--page 64`) | 10.0% | 30.0% (30.0 to 30.0) |"])
+
+    def test_speeds_stand_beside_losses(self):
+        row = {"model": "smollm2-135m", "weights": "bf16", "cache": "bf16", "context": 8192, "rounds": [19.0, 21.0, 20.0], "tokens_per_s": 20.0}
+        rows = [row | {"program": "kvsmith", "method": "full"}, row | {"program": "kvsmith", "method": "wpq", "bytes_read_fraction": 0.1, "share": 0.1, "kl": 0.0027},
+                row | {"program": "llama.cpp", "method": "full", "cache": "f16"}]
+        text = tables.decode_table({"rows": rows, "runs": [{"models": ["smollm2-135m"], "machine": "A", "program": "kvsmith", "rounds": 3}]})
+        self.assertIn("| smollm2-135m | bf16 | 8,192 | `full` | 100% | 0 | 20.0 (19.0 to 21.0) |", text)
+        self.assertIn("| smollm2-135m | bf16 | 8,192 | `wpq` | 10.0% | 0.0027 | 20.0 (19.0 to 21.0) |", text)
+        self.assertIn("| smollm2-135m | bf16 | 8,192 | llama.cpp, cache in f16 | 100% |  | 20.0 (19.0 to 21.0) |", text)
 
     def test_pictures_show_what_was_measured(self):
         rows = [{"method": method, "form": "", "share": share, "kl": kl, "kl_by_block": [kl] * 20, "bytes_read_fraction": share}
@@ -203,10 +226,18 @@ class Pages(unittest.TestCase):
         self.assertIn(">streaming<", made["loss-light.svg"])
         self.assertNotIn(">quest<", made["loss-light.svg"])
 
-    def test_a_picture_holds_the_digest_of_its_data_once(self):
-        import struct
-        import zlib
+    def test_speeds_are_compared_at_equal_bytes(self):
+        row = {"model": "smollm2-135m", "weights": "bf16", "program": "kvsmith", "rounds": [1.0]}
+        rows = [row | {"context": n, "method": method, "share": share, "tokens_per_s": rate}
+                for n, method, share, rate in ((3072, "full", None, 30.0), (8192, "full", None, 20.0), (8192, "wpq", 0.05, 40.0), (8192, "wpq", 0.1, 25.0))]
+        document = {"rows": rows, "runs": [{"models": ["smollm2-135m"], "machine": "A, 2 threads, avx2", "program": "kvsmith", "rounds": 1}]}
+        self.assertIn("SmolLM2-135M on A, 2 threads, 8,192 positions, tokens per second: full attention 20; at 10% of the bytes `wpq` 25.", render.speed_sentence(document))
+        drawn = pictures.speeds(document, pictures.THEMES["light"])
+        # Two marks of full attention, and the one of wpq at this share.
+        self.assertIn(">wpq<", drawn)
+        self.assertEqual(drawn.count("<circle"), 3)
 
+    def test_a_picture_holds_the_digest_of_its_data_once(self):
         png = picture_data.SIGNATURE
         for name, of in ((b"IHDR", bytes(13)), (b"IEND", b"")):
             png += struct.pack(">I", len(of)) + name + of + struct.pack(">I", zlib.crc32(name + of))

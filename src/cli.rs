@@ -206,7 +206,7 @@ pub fn refuse(arguments: &[OsString], e: &clap::Error) -> u8 {
         }
         None => {
             // If the terminal is gone, there is nobody to tell.
-            e.print().unwrap_or_default();
+            print_help(e).unwrap_or_default();
             if let Some(hint) = hint {
                 say_hint(hint);
             }
@@ -225,23 +225,40 @@ pub fn refuse(arguments: &[OsString], e: &clap::Error) -> u8 {
     WRONG_USE
 }
 
-/// Prints help or a version; help of the program itself sets the commands that most people need apart.
+/// Prints what clap says; help of the program itself sets the commands that most people need apart.
 fn print_help(e: &clap::Error) -> std::io::Result<()> {
     let help = e.render();
     let plain = help.to_string();
     if !plain.contains("\nCommands:\n  plan ") {
         return e.print();
     }
-    let is_plain = !std::io::stdout().is_terminal() || std::env::var_os("NO_COLOR").is_some();
-    let shown = if is_plain { plain } else { help.ansi().to_string() };
-    let mut out = std::io::stdout().lock();
-    let mut lines = shown.lines().peekable();
-    while let Some(line) = lines.next_if(|line| !(line.starts_with("  ") && line.contains(FURTHER))) {
-        writeln!(out, "{line}")?;
+    let to_stderr = e.use_stderr();
+    let is_terminal = match to_stderr {
+        true => std::io::stderr().is_terminal(),
+        false => std::io::stdout().is_terminal(),
+    };
+    let has = |name: &str| std::env::var_os(name).unwrap_or_default();
+    let has_colours = is_terminal && has("NO_COLOR").is_empty() && has("TERM") != "dumb";
+    let shown = if has_colours {
+        help.ansi().to_string()
+    } else {
+        plain
+    };
+    let further = |line: &&str| line.starts_with("  ") && line.contains(FURTHER);
+    let at = shown
+        .lines()
+        .take_while(|line| !further(line))
+        .map(|line| line.len() + 1)
+        .sum();
+    let (first, rest) = shown.split_at(at);
+    let said = format!("{first}\nMore commands:\n{rest}");
+    match to_stderr {
+        true => std::io::stderr().lock().write_all(said.as_bytes()),
+        false => std::io::stdout()
+            .lock()
+            .write_all(said.as_bytes())
+            .and_then(|()| std::io::stdout().flush()),
     }
-    writeln!(out, "\nMore commands:")?;
-    lines.try_for_each(|line| writeln!(out, "{line}"))?;
-    out.flush()
 }
 
 /// The first command that not everybody needs.

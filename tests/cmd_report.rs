@@ -605,7 +605,7 @@ const NUMBERS: &str = "
     each('file', () => { collect(); each('setting', collect); });
     document.querySelectorAll('#map .cell')[3].dispatchEvent(new Event('click'));
     collect();
-    const bad = /undefined|NaN|\\[object|Infinity/.exec(document.querySelector('main').textContent);
+    const bad = /undefined|NaN|\\[object|Infinity/.exec(document.querySelector('header').textContent + document.querySelector('main').textContent);
     const computed = [...document.querySelectorAll('[data-formula]')].map((of) => [of.dataset.formula, +of.dataset.value]);
     return { numbers: [...found], texts: [...texts.values()], head: byId('head-name').textContent, bad: bad && bad[0], computed,
       wide: document.documentElement.scrollWidth > document.documentElement.clientWidth,

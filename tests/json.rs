@@ -5,7 +5,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use crate::common::*;
 use serde_json::{Value, json};
 
-/// The types of a key that stands in the row of its list or object.
+/// The type of a key that is described in the row of its list or object.
 const ANY: &str = "any";
 
 /// The keys of docs/reference/json.md by command, each with its types.
@@ -30,7 +30,8 @@ fn described() -> BTreeMap<String, BTreeMap<String, String>> {
                 let before = keys.insert(key.to_owned(), types.to_owned());
                 assert_eq!(before, None, "{command} has {key} twice");
                 for name in listed.split('`').skip(1).step_by(2).filter(is_key) {
-                    keys.insert(format!("{key}{within}.{name}"), ANY.to_owned());
+                    let nested = keys.entry(format!("{key}{within}.{name}"));
+                    nested.or_insert_with(|| ANY.to_owned());
                 }
             }
         }

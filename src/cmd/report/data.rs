@@ -15,7 +15,7 @@ use crate::cmd::verdict::ORACLE;
 use crate::error::Result;
 use crate::kv::KvType;
 use crate::kv::static_set::{SINKS, WINDOW};
-use crate::method::registry::constant_bytes;
+use crate::method::registry::{METHODS, constant_bytes};
 use crate::method::tail;
 
 /// The longest context for which memory is shown.
@@ -89,6 +89,7 @@ impl Sources<'_> {
             "usual_kl": self.verdict().map_or(USUAL_KL, Verdict::limit),
             "losses": self.verdict().map_or(losses::LOSSES.to_vec(), losses::losses),
             "oracle": ORACLE,
+            "timed": METHODS.iter().filter(|m| m.bench().is_some()).map(|m| m.as_str()).collect::<Vec<_>>(),
             "static_set": [SINKS, WINDOW],
             "serving": self.serving()?,
             "evals": evals.map(|of| json!({ "file": of.file, "document": of.document })).collect::<Vec<_>>(),

@@ -121,35 +121,33 @@ function seriesOf(series, place, say) {
     svg('path', { d: line, class: 'line', 'stroke-dasharray': dash }), points.map(interval), points.map(point));
 }
 
-/** Puts the name of each series at its right end; names that would touch move down. */
+/** Puts the mark and the name of each series beside the end of its line; names that would touch move down. */
 function endNames(all, place, { right, bottom }) {
   const ends = all.map((series) => [place.y([...series.points].sort((a, b) => a.x - b.x).at(-1).y), series]).sort(([a], [b]) => a - b);
-  const free = ends.length * 15;
   let last = -Infinity;
   return svg('g', { class: 'ends' }, ends.map(([end, series], i) => {
-    last = Math.max(last + 15, Math.min(end, bottom - free + 15 * i + 15));
-    const { class: name } = drawn(series);
-    return svg('text', { x: right + 12, y: last + 4, class: series.strong ? `${name} strong` : name }, series.name);
+    // The lowest place that leaves room for the names below.
+    const lowest = bottom - LINE * (ends.length - i - 1);
+    last = Math.max(last + LINE, Math.min(end, lowest));
+    const { class: name, mark } = drawn(series);
+    return svg('g', { class: series.strong ? `${name} strong` : name },
+      svg('path', { d: mark, transform: `translate(${right + 18} ${last})`, class: 'mark' }),
+      svg('text', { x: right + 28, y: last + 4 }, series.name));
   }));
 }
 
-/** Draws lines across the chart, with a word each. */
-function guide(of, place, { left, right, top, bottom }) {
-  if (isNumber(of.y)) {
-    const y = place.y(of.y);
-    return svg('g', { class: 'guide' }, svg('path', { d: `M${left},${y}H${right}` }),
-      svg('text', { x: right - 28, y: y < top + 30 ? y + 14 : y - 5, 'text-anchor': 'end' }, of.text));
-  }
-  const x = place.x(of.x);
-  return svg('g', { class: 'guide' }, svg('path', { d: `M${x},${top}V${bottom}` }),
-    svg('text', { x: x - 6, y: top + 12, 'text-anchor': 'end' }, of.text));
+/** Draws a line across the chart, with a word. */
+function guide(of, place, { left, right, top }) {
+  const y = place.y(of.y);
+  return svg('g', { class: 'guide' }, svg('path', { d: `M${left},${y}H${right}` }),
+    svg('text', { x: right - 28, y: y < top + 30 ? y + 14 : y - 5, 'text-anchor': 'end' }, of.text));
 }
 
 /** What draws the charts of a new page as soon as they are in it and have a width. */
 const firstDraws = [];
 
-/** The least width of a chart whose lines are named at their ends. */
-const WIDE = 620;
+/** The height of a line of text, and the width of a letter, in pixels. */
+const [LINE, LETTER] = [15, 7.5];
 
 /**
  * Makes a chart: `label` says what it shows, `x` and `y` are axes, `series` have points {x, y, low, high, text}. A series that is
@@ -164,16 +162,16 @@ function chart({ label, height = 300, ...of }) {
   const longest = Math.max(0, ...named.map((series) => series.name.length));
   const all = of.series.flatMap((series) => series.points);
   const guides = of.guides ?? [];
-  const xRange = rangeOf(of.x, [...all.map((p) => p.x), ...guides.map((g) => g.x)]);
+  const xRange = rangeOf(of.x, all.map((p) => p.x));
   const yRange = rangeOf(of.y, [...all.flatMap((p) => [p.y, p.low, p.high]), ...guides.map((g) => g.y)]);
   let before = 0;
   const draw = (width) => {
     if (!width || Math.abs(width - before) < 2) return;
     before = width;
     const yTicks = ticksOf(of.y, ...yRange).map((tick) => (of.y.format ?? plain)(tick).length);
-    const atEnds = of.ends && width >= WIDE;
-    if (legend) legend.hidden = Boolean(atEnds);
-    const frame = { left: 14 + 7 * Math.max(2, ...yTicks), right: width - (atEnds ? 24 + 7.5 * longest : 22), top: 24, bottom: height - 44, xRange, yRange };
+    const atEnds = Boolean(of.ends) && LETTER * longest < width / 4 && LINE * named.length < height - 68;
+    if (legend) legend.hidden = atEnds;
+    const frame = { left: 14 + 7 * Math.max(2, ...yTicks), right: width - (atEnds ? 40 + LETTER * longest : 22), top: 24, bottom: height - 44, xRange, yRange };
     const place = { x: scaleOf(of.x, xRange, [frame.left + 8, frame.right]), y: scaleOf(of.y, yRange, [frame.bottom, frame.top]) };
     const say = (text) => { readout.textContent = text; };
     canvas.replaceChildren(svg('svg', { viewBox: `0 0 ${width} ${height}`, width, height, role: 'img', 'aria-label': label },

@@ -13,7 +13,7 @@ function setting(row) {
 const nameOf = (row) => (isOracle(row.method) ? `${row.method} (oracle)` : row.method);
 
 /** Makes a chart and a table of the same numbers. `series` have points {x, label, pointer, low, high}, pointers to the numbers. */
-function chartAndTable({ caption, label, first, format, x, y, series, height, reference }) {
+function chartAndTable({ caption, label, first, format, x, y, series, height }) {
   const text = (of) => `${of.label}: ${format(at(of.pointer))}`;
   const point = (of) => ({ x: of.x, y: at(of.pointer), low: at(of.low ?? 'inspect#/none'), high: at(of.high ?? 'inspect#/none'), text: text(of) });
   const columns = [...new Map(series.flatMap((of) => of.points).sort((a, b) => a.x - b.x).map((of) => [of.x, of.label])).entries()];
@@ -23,7 +23,7 @@ function chartAndTable({ caption, label, first, format, x, y, series, height, re
   };
   return [
     el('p', { class: 'caption' }, caption),
-    chart({ label, height: height ?? 280, legend: true, x, y, guides: reference,
+    chart({ label, height: height ?? 280, legend: true, x, y,
       series: series.map((of) => ({ ...of, points: of.points.map(point) })) }),
     folded('The same numbers as a table', table(label, [first, ...columns.map(([, text]) => text)],
       series.map((of) => [of.name, ...columns.map(([x]) => cell(of, x))]))),

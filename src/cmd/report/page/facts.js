@@ -124,7 +124,7 @@ function printWhole() {
 function start() {
   const { model } = data.inspect;
   document.title = `kvsmith report: ${model.name ? `${model.name}, ` : ''}${data.file}`;
-  byId('subject').append(el('b', {}, data.file), `: ${model.name ? `${model.name}, ` : ''}${model.model_type}, ${count(model.n_layers)} layers, ${count(model.n_heads)} query and ${count(model.n_kv_heads)} KV heads of ${count(model.head_dim)} channels; calibrated on `, things('inspect#/calibration/tokens', 'token'));
+  byId('subject').append(el('b', {}, data.file), `: ${model.name ? `${model.name}, ` : ''}${model.model_type}, ${count(model.n_layers)} layers, ${count(model.n_heads)} query and ${count(model.n_kv_heads)} KV heads of ${count(model.head_dim)} channels; calibrated on `, ...things('inspect#/calibration/tokens', 'token'));
   [METHODS?.rows.map((row) => row.method), data.evals.flatMap(({ document }) => document.rows.map((row) => row?.method))]
     .flat().filter(Boolean).filter((method) => !isOracle(method)).forEach(styleOf);
   decision();

@@ -135,7 +135,7 @@ function answer() {
   const line = runLine(point);
   const code = el('code', { id: 'run-line' }, line);
   const button = el('button', { type: 'button', onclick: () => copy(line, code, button) }, 'Copy');
-  const item = (term, ...value) => el('div', {}, el('dt', {}, term), el('dd', {}, ...value));
+  const item = (term, ...value) => el('div', {}, el('dt', {}, term), el('dd', {}, ...value.flat()));
   return [
     el('p', { class: found ? 'verdict' : 'verdict warn', id: 'answer-text' }, found
       ? ['For a KL of at most ', computed(state.limit, nats, 'the slider'), ' nats, use ', el('strong', { id: 'answer-method' }, point.method), '.']
@@ -144,7 +144,9 @@ function answer() {
       item('Loss', shown(`${point.pointer}/kl`, nats), ' nats of KL', intervalText(point), changesText(point)),
       item('Bytes', shown(`${point.pointer}/bytes_read_fraction`, percent), ' of what full attention reads: ', computed(read, bytes, 'share of the bytes × bytes of the cache at this context', 'answer-read'),
         ' instead of ', computed(cache, bytes, 'bytes of the cache at this context', 'answer-full'), ' per token'),
-      item('Time', 'depends on the machine: ', el('code', {}, `kvsmith bench decode --model DIR --context ${state.context} --methods full,${bare(point.method)} --budget ${point.budget}`), ' measures it')),
+      item('Time', data.timed.includes(point.method)
+        ? ['depends on the machine: ', el('code', {}, `kvsmith bench decode --model DIR --context ${state.context} --kv ${point.kv} --methods full,${point.method} --budget ${point.budget}`), ' measures it']
+        : 'is not known: no benchmark times this method')),
     el('dl', { class: 'facts' },
       item('Budget', shown(`${point.pointer}/budget`, budgetText), point.budget <= 1 ? ' of the context' : ''),
       point.probe ? item('Questions', shown(`${point.pointer}/probe/accuracy`, percent), ' answered, ', shown('inspect#/methods/probe/full_accuracy', percent), ' by full attention') : null,
@@ -191,7 +193,7 @@ function decision() {
         (value) => { state.source = value; refresh(); }) : null),
     el('p', { class: 'note', id: 'slider-help' },
       'KL measures how much the distribution of the next token changes compared with full attention: 0 is no change. By itself, ',
-      el('code', {}, 'run'), ` accepts up to ${data.usual_kl} nats, averaged over all measured steps.`),
+      el('code', {}, 'run'), ` accepts up to ${data.usual_kl} nats, at the upper end of the interval if there is one.`),
     el('div', { id: 'answer', class: 'answer', 'aria-live': 'polite' }));
 }
 
