@@ -33,7 +33,6 @@ from claims import NO_BYPASS  # noqa: E402
 LOSSES = {"wpq": (), "selfindex": (), "streaming": (), "pqcache": (), "lfps": (), "a2ats": ("--size", 1024)}
 # Tables with the losses, and their shares of the bytes.
 TABLES = (("text", (0.1, 0.2)), ("questions-4096", (0.1,)), ("long", (0.05, 0.1)))
-OF_LOSS = ("kl", "top1_equal", "needle_accuracy")
 # Shapes, and the weights and contexts with which they are timed.
 SHAPES = {
     "0.6b": ("qwen3-0.6b", ("bf16", "q8"), ("8K", "32K")),
@@ -53,7 +52,7 @@ def bench(program, *words):
 
 
 def settings():
-    """Return what SmolLM2 is timed at: length, method, options, budget, share of the bytes and where the loss stands.
+    """Return what SmolLM2 is timed at: length, method, budget, share of the bytes and the table with the loss.
 
     The budget is the mean over the works of the table, each of which has its own.
     """
@@ -67,9 +66,7 @@ def settings():
             if row["form"] not in ("", NO_BYPASS) or row["method"] not in LOSSES or row["share"] not in shares or row["budget"] is None:
                 continue
             budgets = row["budget"] if isinstance(row["budget"], list) else [row["budget"]]
-            loss = {key: row[key] for key in OF_LOSS if row.get(key) is not None}
-            found.append({"context": document["length"], "method": row["method"], "budget": statistics.fmean(budgets), "share": row["share"],
-                          "table": table, **loss})
+            found.append({"context": document["length"], "method": row["method"], "budget": statistics.fmean(budgets), "share": row["share"], "table": table})
     return found
 
 
@@ -120,9 +117,7 @@ def smollm2(arguments, ggufs):
             contenders.append((common | {"method": "full"}, kvsmith(arguments.kvsmith, model, weights, context, "full", 1.0)))
             for of in chosen:
                 if of["context"] == context:
-                    # The losses were measured with weights in bf16.
-                    row = common | {key: value for key, value in of.items() if weights == "bf16" or key not in OF_LOSS}
-                    contenders.append((row, kvsmith(arguments.kvsmith, model, weights, context, of["method"], of["budget"], LOSSES[of["method"]])))
+                    contenders.append((common | of, kvsmith(arguments.kvsmith, model, weights, context, of["method"], of["budget"], LOSSES[of["method"]])))
         for weights, cache in LLAMA if arguments.llama else ():
             row = {"program": "llama.cpp", "model": "smollm2-135m", "weights": weights, "cache": cache, "context": context, "method": "full"}
             contenders.append((row, llama(arguments.llama, ggufs[weights], context, cache)))

@@ -13,6 +13,9 @@ PAPERS = {"a2ats": A2ATS, "selfindex": SIGNS, "lfps": LFPS, "ctkvr": CTKVR, "pqc
 # The form of lfps without a bypass, which is its default, and that of its paper.
 NO_BYPASS, BYPASS = "--lfps-theta 1", "--lfps-theta 0.85"
 
+# What the form of a row has before options that were chosen for another share of the bytes.
+SEARCHED = "searched: "
+
 
 def row_of(document, method, form="", share=None, part=None):
     """Return the row of a method, form, share of the bytes and part of a table, or None."""

@@ -206,6 +206,19 @@ def is_early(document):
     return "calibration_text" in document
 
 
+def fitted_to(document):
+    """Say whether a table was measured with artifacts of other works; stop if its own record of the fits says otherwise."""
+    if is_early(document):
+        return "other chapters of the same works"
+    for work in set(document["works"]):
+        for name, fit in document["calibration"].items():
+            if name.startswith(f"for-{work}") and work in fit["fitted"]:
+                sys.exit(f"error: {document['table']}: {name} is fitted to {work}, which is measured\nhint: measure the table again")
+        if not any(name.startswith(f"for-{work}") for name in document["calibration"]):
+            sys.exit(f"error: {document['table']}: no artifact is for {work}\nhint: measure the table again")
+    return "other works"
+
+
 EARLY = """This table was measured before `pqcache`, `doublesparsity`, `randsign` and `triattention` were implemented and before options were searched
 for, so they are missing.
 """
@@ -260,8 +273,14 @@ def speed_sentence(document):
     others = [f"`{method}` {rate[method]:.0f}" for method, _ in pictures.SPEEDS if method in rate and method != "full"]
     machine = next(run["machine"] for run in document["runs"] if "smollm2-135m" in run["models"])
     where = ", ".join(part.strip() for part in machine.split(",")[:2])
-    return (f"SmolLM2-135M on {where}, {longest:,} positions, tokens per second: full attention {rate['full']:.0f}; at {100 * pictures.SHARE:.0f}% of the bytes {listed(others)}. "
+    said = (f"SmolLM2-135M on {where}, {longest:,} positions, tokens per second: full attention {rate['full']:.0f}; at {100 * pictures.SHARE:.0f}% of the bytes {listed(others)}. "
             "`streaming` chooses nothing, so the gap to it is roughly the cost of choosing.")
+    drawn = {row["method"]: row for row in document["rows"] if (row["model"], row["weights"], row["context"]) == ("qwen3-0.6b", "bf16", 32768)}
+    if drawn:
+        times = listed([f"{drawn[method]['tokens_per_s'] / drawn['full']['tokens_per_s']:.1f} times with `{method}`" for method in ("wpq", "selfindex")])
+        said += (f" In the shape of Qwen3-0.6B with random weights and 32K positions, a budget of {100 * drawn['wpq']['budget']:g}% makes steps faster: {times}; "
+                 "what is lost there is unmeasured.")
+    return said
 
 
 def wrapped(text, width=120):
@@ -280,25 +299,25 @@ def wrapped(text, width=120):
 
 def blocks(found):
     """Return the text of each marked block, or None where its document is missing."""
-    made = {"losses": None, "speeds": None}
+    made = {"losses": None, "speeds": None, "decode": None}
     document, share = headline(found)
     if document:
         works = ", ".join(f"{document['works'].count(work)} of {NAMES[work]}" for work in dict.fromkeys(document["works"]))
-        fitted = "other chapters of the same works" if is_early(document) else "other works"
-        about = (f"Blocks of {document['length']:,} tokens ({works}), {100 * share:.0f}% of the bytes of the cache; the artifacts were fitted to {fitted}. "
+        about = (f"Blocks of {document['length']:,} tokens ({works}), {100 * share:.0f}% of the bytes of the cache; the artifacts were fitted to {fitted_to(document)}. "
                  f"[docs/results.md](docs/results.md) has {len(tables.chosen_rows(document, share)) - ROWS_OF_README} more rows.")
         sentences = [ratio_sentence(document, share)]
         if asked := found["questions-4096"]:
             sentences += [question_sentence(asked), *(["There, the artifact was fitted to other chapters of the same works."] if is_early(asked) else [])]
         made["losses"] = "\n".join([wrapped(about), "", loss_table(found), wrapped(" ".join(sentences)) + "\n"])
     if found["decode"]:
-        made["speeds"] = picture("speed", "Tokens per second against the length of the context, for full attention and for methods that read a tenth of the cache", "docs/pictures/") + "\n" + wrapped(speed_sentence(found["decode"]), 150) + "\n"
+        made["decode"] = tables.decode_table(found["decode"], found)
+        words = "Tokens per second against the length of the context, for full attention and for methods that read a tenth of the cache"
+        made["speeds"] = "\n".join([picture("speed", words, "docs/pictures/"), wrapped(speed_sentence(found["decode"]), 150) + "\n"])
     return made | {name: make(found[name]) if found[name] else None for name, make in OTHERS.items()}
 
 
 OTHERS = {"study-pays": tables.study_table, "study-domains": tables.study_table, "study-lengths": tables.study_table, "wpq-bits": tables.bits_table,
-          "wpq-center": tables.center_table, "equal-time": tables.time_table, "code-store": tables.store_table, "index-search": tables.search_table,
-          "decode": tables.decode_table}
+          "wpq-center": tables.center_table, "equal-time": tables.time_table, "code-store": tables.store_table, "index-search": tables.search_table}
 
 
 def rendered(found):
@@ -317,7 +336,7 @@ def rendered(found):
 
 
 def main():
-    names = {name for name, _ in TEXTS} | {"claims", "questions-4096", "questions-8192", "easy-4096", "tasks-4096", "final-questions-4096", *OTHERS}
+    names = {name for name, _ in TEXTS} | {"claims", "questions-4096", "questions-8192", "easy-4096", "tasks-4096", "final-questions-4096", "decode", *OTHERS}
     found = {name: documents.load(name) for name in names}
     for page, text in rendered(found).items():
         if "--check" not in sys.argv[1:]:

@@ -31,7 +31,7 @@ import numpy as np
 
 import documents
 from artifacts import keep_sections
-from claims import BYPASS
+from claims import BYPASS, SEARCHED
 from lab import MIXED, WORKS, Lab, fail, manifest_of, run
 from sweep import SWEPT
 
@@ -52,8 +52,6 @@ FITTED, FITS = ("a2ats", "lfps", "wpq"), 3
 SECTIONS = ("a2ats", "sign", "lfps", "wpq", "doublesparsity", "triattention")
 # Forms of sections that are measured beside the defaults: the command that fits them, and their options.
 FORMS = {"buckets": ("codebook", "--positions buckets --size 1024"), "all directions": ("wpq", "--wpq-directions all"), "mean": ("wpq", "--wpq-center mean")}
-# How the form of a row begins whose options were chosen for another share of the bytes.
-OTHER = "other, "
 # The method of the section that a command fits.
 FITS_OF = {"codebook": "a2ats", "wpq": "wpq"}
 FINAL_TEXTS = ("prose", "source", "dialogue")
@@ -136,8 +134,10 @@ class Results(Lab):
             else:
                 key = "", "", method
             wanted.setdefault(key, []).append((form, words, own_shares))
-            # What other shares have been chosen for was measured too.
-            wanted[key].append((f"{OTHER}{form}: {words}", words, [share for share in shares if share not in own_shares]))
+            if case.section or case.flags:
+                # The same run measures them at the other shares.
+                searched = f"{entry + ', ' if entry != method else ''}{SEARCHED}{words}"
+                wanted[key].append((searched, words, [share for share in shares if share not in own_shares]))
         fitted = {}
         for fit in range(1, fits):
             corpus_of_fit, of_fit = self.of(work, fit)

@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from claims import BYPASS, NO_BYPASS, OURS, PAPERS, judged, percentage
+from claims import BYPASS, NO_BYPASS, OURS, PAPERS, SEARCHED, judged, percentage
 from intervals import FEWEST, fits_interval, interval, mean_interval, paired, picked, ratio_interval
 
 # What a form is called in a table, where its name would not do.
@@ -27,8 +27,9 @@ def spread(interval, digits, scale=1):
 def label(row):
     """Name the method and form of a row; a tuned row also says its options."""
     form = LABELS.get(row["form"], row["form"])
-    if form.endswith("tuned"):
-        form = f"tuned: `{row['options']}`" if row["options"] else "tuned: defaults"
+    if form.endswith("tuned") or SEARCHED in form:
+        word = "tuned: " if form.endswith("tuned") else SEARCHED
+        form = f"{word}`{row['options']}`" if row["options"] else "tuned: defaults"
     return f"`{row['method']}`" + (f" ({form})" if form else "")
 
 
@@ -94,8 +95,8 @@ def missing_rows(document):
 
 
 def best_of_papers(document, share):
-    """Return the row of the papers' methods, in any form, that loses least at a share of the bytes."""
-    rows = [row for row in document["rows"] if row["method"] in PAPERS and row["share"] == share and "kl_by_block" in row]
+    """Return the row of the papers' methods, in any form but ours of a2ats, that loses least at a share of the bytes."""
+    rows = [row for row in document["rows"] if row["method"] in PAPERS and not is_buckets(row) and row["share"] == share and "kl_by_block" in row]
     return min(rows, key=lambda row: row["kl"], default=None)
 
 
@@ -107,7 +108,7 @@ def is_buckets(row):
 def is_choice(row):
     """Tell whether a row has the defaults or options that were searched for, and is no ablation."""
     form = row["form"]
-    return form in ("", NO_BYPASS, "buckets") or form.endswith("tuned") or form.startswith("other, ")
+    return form in ("", NO_BYPASS, "buckets") or form.endswith("tuned") or SEARCHED in form
 
 
 def better(rows, key):
@@ -199,22 +200,36 @@ def claims_list(tables):
     return grid(["source", "claim", "here"], rows)
 
 
-def decode_table(document):
+def setting_of(row, tables):
+    """Return the row of the table whose setting a row of speeds has, or None.
+
+    A row that reads another share here, on random rows, has none: its loss does not belong to this speed.
+    """
+    share = row.get("share")
+    if share is None or abs(row["bytes_read_fraction"] - share) > 0.1 * share:
+        return None
+    document = tables.get(row["table"]) or {"rows": ()}
+    found = [of for of in document["rows"] if (of["method"], of["share"]) == (row["method"], share) and of["form"] in ("", NO_BYPASS) and of["budget"] is not None]
+    # A table that was measured anew has other budgets.
+    return next((of for of in found if abs(np.mean(of["budget"]) - row["budget"]) <= 1e-6), None)
+
+
+def decode_table(document, tables):
     """Return tokens per second of whole models, with the loss at the same setting where it is known; with rounded weights, of some methods."""
     rows = []
     for row in document["rows"]:
-        if row["weights"] != "bf16" and row["method"] not in ("full", "wpq", "selfindex", "streaming"):
+        ours, exact = row["program"] == "kvsmith", row["weights"] == "bf16"
+        if not exact and row["method"] not in ("full", "wpq", "selfindex", "streaming"):
             continue
         reads = percent(row.get("bytes_read_fraction")) if row["method"] != "full" else "100%"
         rate = f"{row['tokens_per_s']:.1f} ({min(row['rounds']):.1f} to {max(row['rounds']):.1f})"
-        what = row["method"] if row["program"] == "kvsmith" else f"llama.cpp, cache in {row['cache']}"
-        # On random rows some methods read another share than on text, whose loss does not belong here.
-        is_share = abs(row.get("bytes_read_fraction", 0) - row.get("share", 0)) <= 0.1 * row.get("share", 0)
-        loss = "0" if row["method"] == "full" and row["weights"] == "bf16" and row["program"] == "kvsmith" else decimals("kl", 4)(row) if is_share else ""
-        right = percent(row.get("needle_accuracy")) if is_share else ""
-        rows.append([row["model"], row["weights"], f"{row['context']:,}", f"`{what}`" if row["program"] == "kvsmith" else what, reads, loss, right, rate])
+        # The losses were measured with weights in bf16.
+        measured = setting_of(row, tables) if exact else None
+        loss = "0" if row["method"] == "full" and exact and ours else decimals("kl", 4)(measured or {})
+        rows.append([row["model"], row["weights"], f"{row['context']:,}", f"`{row['method']}`" if ours else f"llama.cpp, cache in {row['cache']}", reads, loss,
+                     percent((measured or {}).get("needle_accuracy")), rate])
     head = ["model", "weights", "positions", "method", "read", "KL, nats", "questions answered", "tokens/s (range)"]
-    machines = "; ".join(f"{', '.join(run['models'])} on {run['machine']}, median of {run['rounds']} rounds" for run in document["runs"])
+    machines = "; ".join(f"{', '.join(run['models'])}: {run['program']}, {run['machine']}, median of {run['rounds']} rounds" for run in document["runs"])
     return f"{machines}.\n\n" + filled(head, rows)
 
 

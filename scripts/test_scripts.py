@@ -186,7 +186,7 @@ class Pages(unittest.TestCase):
     def test_a_table_of_a_page_is_of_its_own_document(self):
         row = {"method": "wpq", "flags": "", "work": "python", "bytes_read_fraction": 0.1}
         rows = [row | {"index": index, "kl": kl, "kl_by_block": [kl] * 20} for index, kl in (("calibrated", 0.25), ("random codewords", 0.5))]
-        found = {name: None for name in ["text", "long", "questions-4096", *render.OTHERS]} | {"study-pays": {"length": 3072, "rows": rows}}
+        found = {name: None for name in ["text", "long", "questions-4096", "decode", *render.OTHERS]} | {"study-pays": {"length": 3072, "rows": rows}}
         made = render.blocks(found)
         self.assertIn("| random codewords | 0.5000 (0.2500 to 0.2500), 10.0% |", made["study-pays"].replace("|  |", "|"))
         self.assertIsNone(made["study-domains"])
@@ -196,7 +196,7 @@ class Pages(unittest.TestCase):
                 for method, form, options, kl in (
                     ("quest", "", "", 0.3), ("quest", "tuned", "--page 64", 0.2), ("wpq", "", "", 0.05), ("wpq", "tuned", "--wpq-directions all", 0.04),
                     ("wpq", "mean", "--wpq-center mean", 0.01), ("lfps", "", "", 0.1), ("lfps", claims.BYPASS, claims.BYPASS, 0.4),
-                    ("a2ats", "", "", 0.6), ("a2ats", "buckets, tuned", "--positions buckets --size 512", 0.5), ("a2ats", "other, a2ats: --size 256", "--size 256", 0.55))]
+                    ("a2ats", "", "", 0.6), ("a2ats", "buckets, tuned", "--positions buckets --size 512", 0.5), ("a2ats", "searched: --size 256", "--size 256", 0.55))]
         chosen = tables.chosen_rows({"rows": rows}, 0.1)
         self.assertEqual([(row["kl"], usual["kl"]) for row, usual in chosen], [(0.05, 0.05), (0.1, 0.4), (0.2, 0.3), (0.5, 0.5), (0.55, 0.6)])
         text = tables.short_table({"rows": rows}, 0.1)
@@ -211,9 +211,16 @@ class Pages(unittest.TestCase):
 
     def test_speeds_stand_beside_losses(self):
         row = {"model": "smollm2-135m", "weights": "bf16", "cache": "bf16", "context": 8192, "rounds": [19.0, 21.0, 20.0], "tokens_per_s": 20.0}
-        rows = [row | {"program": "kvsmith", "method": "full"}, row | {"program": "kvsmith", "method": "wpq", "bytes_read_fraction": 0.1, "share": 0.1, "kl": 0.0027},
+        rows = [row | {"program": "kvsmith", "method": "full"}, row | {"program": "kvsmith", "method": "wpq", "bytes_read_fraction": 0.1, "share": 0.1, "budget": 0.07, "table": "long"},
+                row | {"program": "kvsmith", "method": "lfps", "bytes_read_fraction": 0.3, "share": 0.1, "budget": 0.3, "table": "long"},
                 row | {"program": "llama.cpp", "method": "full", "cache": "f16"}]
-        text = tables.decode_table({"rows": rows, "runs": [{"models": ["smollm2-135m"], "machine": "A", "program": "kvsmith", "rounds": 3}]})
+        losses = [{"method": method, "form": "", "share": 0.1, "budget": budget, "kl": kl} for method, budget, kl in (("wpq", [0.06, 0.08], 0.0027), ("lfps", 0.3, 0.017))]
+        document = {"rows": rows, "runs": [{"models": ["smollm2-135m"], "machine": "A", "program": "kvsmith", "rounds": 3}]}
+        text = tables.decode_table(document, {"long": {"rows": losses}})
+        # lfps reads another share on random rows; a table that was measured anew has other budgets.
+        self.assertIn("| `lfps` | 30.0% |  | 20.0", text)
+        losses[0]["budget"] = 0.05
+        self.assertIn("| `wpq` | 10.0% |  | 20.0", tables.decode_table(document, {"long": {"rows": losses}}))
         self.assertIn("| smollm2-135m | bf16 | 8,192 | `full` | 100% | 0 | 20.0 (19.0 to 21.0) |", text)
         self.assertIn("| smollm2-135m | bf16 | 8,192 | `wpq` | 10.0% | 0.0027 | 20.0 (19.0 to 21.0) |", text)
         self.assertIn("| smollm2-135m | bf16 | 8,192 | llama.cpp, cache in f16 | 100% |  | 20.0 (19.0 to 21.0) |", text)
@@ -244,6 +251,19 @@ class Pages(unittest.TestCase):
         twice = picture_data.marked(picture_data.marked(png, "a" * 64), "b" * 64)
         held = [of for kind, of in picture_data.chunks(twice) if kind == b"tEXt"]
         self.assertEqual(held, [b"kvsmith-report\0" + b"b" * 64])
+
+    def test_a_table_of_a_work_that_was_fitted_stops_the_script(self):
+        def table(fitted, name="for-python"):
+            return {"table": "text", "works": ["python"], "calibration": {name: {"fitted": {fitted: 10}}}}
+
+        self.assertEqual(render.fitted_to(table("handbook")), "other works")
+        for document in (table("python"), table("handbook", "main")):
+            with self.assertRaises(SystemExit):
+                render.fitted_to(document)
+
+    def test_our_form_of_a2ats_is_not_a_published_method(self):
+        rows = [{"method": "a2ats", "form": form, "options": "", "share": 0.1, "kl": kl, "kl_by_block": [kl]} for form, kl in (("", 0.5), ("buckets", 0.1))]
+        self.assertEqual(tables.best_of_papers({"rows": rows}, 0.1)["form"], "")
 
     def test_a_row_that_was_not_measured_says_why(self):
         document = {"rows": [{"method": "quest", "form": "", "share": 0.05, "budget": None, "least": 0.07}],
