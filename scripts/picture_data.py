@@ -12,6 +12,8 @@ import sys
 import zlib
 from pathlib import Path
 
+from intervals import FEWEST
+
 FOLDER = Path(__file__).resolve().parent.parent / "docs" / "pictures"
 KEYWORD = b"kvsmith-report"
 SIGNATURE = b"\x89PNG\r\n\x1a\n"
@@ -22,7 +24,17 @@ def data_of(page):
     _, rest = page.split('<script type="application/json" id="data">', 1)
     data = json.loads(rest.split("</script>", 1)[0])
     data["argument"] = data["file"]
+    require_measured(data["inspect"])
     return json.dumps(data, ensure_ascii=False, separators=(",", ":")) + "\n"
+
+
+def require_measured(inspect):
+    """Stop the script unless the artifact was fitted to every kind of its text, and its losses have intervals."""
+    kinds = inspect["calibration"]["kinds"]
+    if missing := [kind["kind"] for kind in kinds if kind["fitted_tokens"] == 0]:
+        sys.exit(f"error: the artifact was fitted to no tokens of {', '.join(missing)}\nhint: calibrate on more of it")
+    if inspect["methods"]["blocks"] < FEWEST:
+        sys.exit(f"error: losses were measured on {inspect['methods']['blocks']} blocks\nhint: give text beyond --max-tokens for {FEWEST} blocks")
 
 
 def chunks(png):

@@ -283,6 +283,23 @@ def speed_sentence(document):
     return said
 
 
+# Stages that measure the methods, which `--no-verdict` skips.
+MEASURING = ("budgets", "verdict", "probe")
+
+
+def times_sentence(document):
+    """Say how long a calibration takes."""
+    rows = {row["what"]: row for row in document["rows"]}
+    planned, taken = rows["plan"], rows["calibrate"]
+
+    def measuring(row):
+        return sum(row["stages"][stage] for stage in MEASURING)
+
+    return (f"On two threads of one core ({document['machine'].split(',')[0]}), `plan` estimates {planned['seconds'] / 3600:.1f} hours for Qwen3-0.6B and {planned['tokens']:,} tokens "
+            f"({measuring(planned) / 3600:.1f} of them to measure the methods: `--no-verdict` skips that and the recommendation), {planned['memory_bytes'] / 1e9:.1f} GB of memory and "
+            f"{planned['disk_bytes'] / 1e9:.1f} GB of disk. SmolLM2-135M with {taken['tokens']:,} tokens took {taken['seconds'] / 60:.0f} minutes, {measuring(taken) / 60:.0f} of them to measure.")
+
+
 def wrapped(text, width=120):
     """Break the paragraphs and list items of a Markdown text into lines; leave tables and headings as they are."""
     parts = []
@@ -299,7 +316,7 @@ def wrapped(text, width=120):
 
 def blocks(found):
     """Return the text of each marked block, or None where its document is missing."""
-    made = {"losses": None, "speeds": None, "decode": None}
+    made = {"losses": None, "speeds": None, "decode": None, "times": found["times"] and wrapped(times_sentence(found["times"]), 150) + "\n"}
     document, share = headline(found)
     if document:
         works = ", ".join(f"{document['works'].count(work)} of {NAMES[work]}" for work in dict.fromkeys(document["works"]))
@@ -336,7 +353,7 @@ def rendered(found):
 
 
 def main():
-    names = {name for name, _ in TEXTS} | {"claims", "questions-4096", "questions-8192", "easy-4096", "tasks-4096", "final-questions-4096", "decode", *OTHERS}
+    names = {name for name, _ in TEXTS} | {"claims", "questions-4096", "questions-8192", "easy-4096", "tasks-4096", "final-questions-4096", "decode", "times", *OTHERS}
     found = {name: documents.load(name) for name in names}
     for page, text in rendered(found).items():
         if "--check" not in sys.argv[1:]:

@@ -186,7 +186,7 @@ class Pages(unittest.TestCase):
     def test_a_table_of_a_page_is_of_its_own_document(self):
         row = {"method": "wpq", "flags": "", "work": "python", "bytes_read_fraction": 0.1}
         rows = [row | {"index": index, "kl": kl, "kl_by_block": [kl] * 20} for index, kl in (("calibrated", 0.25), ("random codewords", 0.5))]
-        found = {name: None for name in ["text", "long", "questions-4096", "decode", *render.OTHERS]} | {"study-pays": {"length": 3072, "rows": rows}}
+        found = {name: None for name in ["text", "long", "questions-4096", "decode", "times", *render.OTHERS]} | {"study-pays": {"length": 3072, "rows": rows}}
         made = render.blocks(found)
         self.assertIn("| random codewords | 0.5000 (0.2500 to 0.2500), 10.0% |", made["study-pays"].replace("|  |", "|"))
         self.assertIsNone(made["study-domains"])
