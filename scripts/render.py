@@ -1,4 +1,5 @@
-"""Write docs/results.md and docs/dev/results.md, the tables of other pages that are made from docs/results/*.json, and the pictures.
+"""Write docs/results.md and docs/dev/results.md, the tables of other pages that are made from docs/results/*.json, the pictures, and the
+JSON Schema of docs/reference/json.md.
 
     python render.py [--check]
 
@@ -11,14 +12,20 @@ import sys
 import textwrap
 from pathlib import Path
 
+import numpy as np
+
+import claims
 import documents
+import intervals
+import json_schema
 import pictures
 import tables
 from tables import percent
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS, ALL_RESULTS, PICTURES = ROOT / "docs/results.md", ROOT / "docs/dev/results.md", ROOT / "docs/pictures"
-PAGES = [ROOT / name for name in ("README.md", "docs/performance.md", "docs/tutorial.md", "docs/dev/replication.md", "docs/dev/wpq-notes.md")]
+JSON_PAGE, SCHEMA = ROOT / "docs/reference/json.md", ROOT / "docs/reference/json.schema.json"
+PAGES = [ROOT / name for name in ("README.md", "docs/performance.md", "docs/eval.md", "docs/tutorial.md", "docs/dev/replication.md", "docs/dev/wpq-notes.md")]
 MARKED = re.compile(r"(<!-- results: ([\w-]+) -->\n).*?(<!-- end of results -->)", re.DOTALL)
 
 HEADER = """# What the methods lose
@@ -265,6 +272,42 @@ def question_sentence(document):
             f"{percent(document['full_needle_accuracy'])}. At 10% of the bytes `wpq` answers {right['wpq']} and `selfindex` {right['selfindex']}.")
 
 
+def example(document, share=0.1):
+    """Return the worked example of docs/eval.md: the table, and what it says."""
+    rows = {row["method"]: row for row in tables.example_rows(document, share)}
+    ours, other = rows["wpq"], rows["selfindex"]
+    difference, ends = intervals.paired(ours["kl_by_block"], other["kl_by_block"])
+    verdict = "contains 0, so that the two are not told apart here" if ends[0] <= 0 <= ends[1] else f"does not contain 0, so `{'wpq' if difference < 0 else 'selfindex'}` loses less on this text"
+    positions = {method: percent(np.mean(rows[method]["budget"])) for method in ("wpq", "topk")}
+    each = ours["kl_by_block"]
+    said = [f"`wpq` may choose {positions['wpq']} of the positions and `topk` {positions['topk']}: the index of `wpq` takes the other bytes.",
+            f"The paired difference of `wpq` and `selfindex` is {difference:.4f} nats{tables.spread(ends, 4)}. The interval {verdict}. "
+            "`--json` lists the differences of all pairs ([json.md](reference/json.md#eval)).",
+            f"The block means of `wpq` range from {min(each):.4f} to {max(each):.4f} nats, so a few blocks say little."]
+    works = " and ".join(f"{document['works'].count(work)} of {NAMES[work]}" for work in dict.fromkeys(document["works"]))
+    about = (f"The figures are from [results/{document['table']}.json](results/{document['table']}.json): SmolLM2-135M, the last {document['steps'] // len(document['works'])} tokens of "
+             f"{len(document['works'])} blocks of {document['length']:,} tokens, {works}. `eval` prints `top-1` in a second table.")
+    return "\n".join([wrapped(about), "", tables.example_table(document, share), wrapped("\n".join(f"- {of}" for of in said)) + "\n"])
+
+
+def scale(document, share):
+    """Say how often the most probable token stays the same with the losses of two methods."""
+    rows = {row["method"]: row for row, _ in tables.chosen_rows(document, share)}
+    ours, other = rows["wpq"], rows["selfindex"]
+    return wrapped(f"On SmolLM2-135M at {document['length']:,} tokens, a method that loses a mean of {ours['kl']:.4f} nats keeps the most probable token in "
+                   f"{percent(ours['top1_equal'])} of the steps, and one that loses {other['kl']:.4f} nats in {percent(other['top1_equal'])}.") + "\n"
+
+
+def retrieval(document):
+    """Return what docs/eval.md says about questions: the share that each method answers."""
+    rows = sorted((row for row in document["rows"] if row["form"] in ("", claims.NO_BYPASS) and row["method"] in (*tables.EXAMPLE, "pqcache", "doublesparsity", "quest")
+                   and row.get("needle_accuracy") is not None), key=lambda row: -row["needle_accuracy"])
+    each = listed([f"`{row['method']}` {percent(row['needle_accuracy'])}" for row in rows])
+    name = f"questions-{document['length']}"
+    return wrapped(f"On SmolLM2-135M at 10% of the bytes, of {document['questions']} questions on texts of {document['length']:,} tokens ([results](results/{name}.json)), full attention answers "
+                   f"{percent(document['full_needle_accuracy'])}, {each}.") + "\n"
+
+
 def speed_sentence(document):
     """Say how many tokens per second the longest context of the real model gives, with full attention and with methods at equal bytes."""
     rows = pictures.at_equal_bytes(document)
@@ -330,6 +373,9 @@ def blocks(found):
         made["decode"] = tables.decode_table(found["decode"], found)
         words = "Tokens per second against the length of the context, for full attention and for methods that read a tenth of the cache"
         made["speeds"] = "\n".join([picture("speed", words, "docs/pictures/"), wrapped(speed_sentence(found["decode"]), 150) + "\n"])
+    made["scale"] = document and scale(document, share)
+    made["example"] = found["long"] and example(found["long"])
+    made["retrieval"] = found["questions-4096"] and retrieval(found["questions-4096"])
     return made | {name: make(found[name]) if found[name] else None for name, make in OTHERS.items()}
 
 
@@ -349,7 +395,8 @@ def rendered(found):
 
     pages = {page: MARKED.sub(block, page.read_text(encoding="utf-8")) for page in PAGES}
     drawn = {PICTURES / name: text for name, text in pictures.drawn(found, headline(found)[0]).items()}
-    return {RESULTS: results_page(found), ALL_RESULTS: all_results_page(found)} | pages | drawn
+    schema = {SCHEMA: json_schema.schema(JSON_PAGE.read_text(encoding="utf-8"))}
+    return {RESULTS: results_page(found), ALL_RESULTS: all_results_page(found)} | pages | drawn | schema
 
 
 def main():
@@ -360,7 +407,7 @@ def main():
             page.parent.mkdir(exist_ok=True)
             page.write_text(text, encoding="utf-8")
         elif not page.exists() or text != page.read_text(encoding="utf-8"):
-            sys.exit(f"error: {page.relative_to(ROOT)} differs from docs/results/*.json\nhint: run make pages")
+            sys.exit(f"error: {page.relative_to(ROOT)} differs from what docs/results/*.json or docs/reference/json.md says\nhint: run make pages")
 
 
 if __name__ == "__main__":

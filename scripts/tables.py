@@ -159,6 +159,27 @@ def short_questions(document):
     return grid(["method", "read", "answered (95%)"], [cells for _, cells in sorted(rows, key=lambda each: -each[0])])
 
 
+# Methods of the worked example in docs/eval.md.
+EXAMPLE = ("topk", "wpq", "lfps", "selfindex", "snapkv")
+
+
+def example_rows(document, share):
+    """Return the rows of the worked example: each method in the form whose table column says the defaults, least loss first."""
+    rows = [row for method in EXAMPLE for row in document["rows"]
+            if (row["method"], row["share"]) == (method, share) and row["form"] in ("", NO_BYPASS) and "kl_by_block" in row]
+    return sorted(rows, key=lambda row: row["kl"])
+
+
+def example_table(document, share):
+    """Return what `eval` prints for some methods at a share of the bytes."""
+    rows = []
+    for row in example_rows(document, share):
+        ends = mean_interval(row["kl_by_block"])
+        rows.append([f"`{row['method']}`", budget_of(row), percent(row["bytes_read_fraction"]), f"{row['kl']:.4f}", "-".join(f"{end:.4f}" for end in ends) if ends else "",
+                     *(percent(row.get(key)) for key in ("recall", "mass", "output_error", "top1_equal"))])
+    return filled(["method", "budget", "read", "KL nats", "95% interval", "recall", "mass", "error", "top-1"], rows)
+
+
 def shares_of(document):
     return sorted({row["share"] for row in document["rows"]})
 

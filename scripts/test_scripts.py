@@ -1,5 +1,7 @@
 """Tests of the scripts that measure the real model, without a model: python -m unittest discover -s scripts."""
 
+import json
+import re
 import struct
 import unittest
 import zlib
@@ -11,6 +13,7 @@ import numpy as np
 import claims
 import documents
 import intervals
+import json_schema
 import lab
 import picture_data
 import pictures
@@ -271,6 +274,45 @@ class Pages(unittest.TestCase):
         text = tables.text_table(document)
         self.assertIn("at least 7.0%", text)
         self.assertIn("`pqcache`, because this program does not have it", text)
+
+
+class Pages(unittest.TestCase):
+    def test_figures_of_the_gpu_are_in_its_tables(self):
+        page = (render.ROOT / "docs/performance.md").read_text(encoding="utf-8")
+        measured = (render.ROOT / "docs/dev/gpu.md").read_text(encoding="utf-8")
+        bullets = page.split("On an H200, with random bf16 weights", 1)[1].split("\n## ", 1)[0]
+        bullets = bullets[: bullets.index("- The loss is unmeasured")]
+        ratios = re.findall(r"(?<![\d.])\d\.\d\d(?!\d)", bullets)
+        self.assertGreaterEqual(len(ratios), 6)
+        rows = re.findall(r"^\| ([\d,]+ \| \d) \| `(\w+)` \| [^|]* \| [^|]* \| ([\d.]+) \| \d+ \| ([\d.]+) \|$", measured, re.MULTILINE)
+        full = {at: float(step) for at, method, step, _ in rows if method == "full"}
+        faster = {ratio for *_, ratio in rows}
+        longer = {f"{float(step) / full[at]:.2f}" for at, _, step, _ in rows}
+        for ratio in ratios:
+            self.assertIn(ratio, faster | longer)
+        for rate in re.findall(r"(\d+) tokens/s", bullets):
+            self.assertIn(f"| {rate} |", measured)
+
+    def test_the_schema_describes_the_examples(self):
+        import jsonschema
+
+        page = render.JSON_PAGE.read_text(encoding="utf-8")
+        schema = json.loads(json_schema.schema(page))
+        jsonschema.Draft202012Validator.check_schema(schema)
+        validator = jsonschema.Draft202012Validator(schema)
+        text, examples = page.split("```json\n")[1].split("```")[0].strip(), []
+        while text:
+            example, end = json.JSONDecoder().raw_decode(text)
+            # The page leaves out some keys.
+            examples.append(example | {"schema": 1, "version": "0.1.0"})
+            text = text[end:].strip()
+        self.assertGreaterEqual(len(examples), 8)
+        for example in examples:
+            validator.validate(example)
+        wrong = {"command": "eval", "schema": 1, "version": "0.1.0", "rows": [{"method": 1}]}
+        self.assertFalse(validator.is_valid(wrong))
+        self.assertTrue(validator.is_valid(wrong | {"rows": [{"method": "wpq", "kl": None}]}))
+        self.assertFalse(validator.is_valid({"command": "run"}))
 
 
 if __name__ == "__main__":
