@@ -19,6 +19,8 @@ from intervals import SEED
 WORKS = ("handbook", "python")
 # Share of each text in the calibration mixture.
 MIXED = {"handbook": 0.4, "python": 0.4, "uuid": 0.2}
+# The commands that fit the sections of an artifact to a dump.
+COMMANDS = {"a2ats": "codebook", "sign": "signs", "lfps": "priors", "wpq": "wpq", "doublesparsity": "doublesparsity", "triattention": "triattention"}
 # Tokens at the end of each calibration text that no fit may use: the development text.
 DEVELOPMENT = 32_768
 
@@ -229,22 +231,28 @@ class Lab:
         return Corpus(name, ["--tokens", file, *options], [file], layout)
 
     def calibrated(self, corpus, size=1024, options=(), sections=()):
-        """Return the artifact calibrated on a corpus, with `size` codewords for a2ats, with some sections or with all.
-
-        Stops the script if the fits used no tokens of one of the kinds of text.
-        """
+        """Return the artifact calibrated on a corpus, with `size` codewords for a2ats, with some sections or with all."""
         path = self.out / f"{corpus.name}.safetensors"
         # Some sections are made on request only.
         chosen = ["--sections", ",".join(sections)] if sections else ["--peers"]
         command = ["calibrate", "--model", self.real / "model", *corpus.source, "--max-tokens", "all", "--size", size,
                    *chosen, *options, "--no-verdict", "-o", path, "--overwrite"]
-        self.once(path, command, corpus.inputs)
+        return self.checked(corpus, self.once(path, command, corpus.inputs))
+
+    def packed(self, corpus, sections, size=1024):
+        """Return the same artifact as `calibrated`, fitted to the dump of a corpus: the text is captured once, also for other forms of its sections."""
+        path = self.out / f"{corpus.name}.safetensors"
+        parts = [self.section(corpus, f"{corpus.name}-{section}", COMMANDS[section], ("--size", size) if section == "a2ats" else ()) for section in sections]
+        return self.checked(corpus, self.once(path, ["pack", *parts, "--model", self.real / "model", "-o", path, "--overwrite"], parts))
+
+    def checked(self, corpus, path):
+        """Record what an artifact was fitted to; stop the script if the fits used no tokens of one of the kinds of text. Returns the artifact."""
         manifest = manifest_of(path)
         block = manifest["calibration"]["seq_len"]
         self.fits[corpus.name] = {"tokens": dict(corpus.layout), "fitted": require_fitted(manifest, corpus.layout), "block": block}
         return path
 
-    def dump(self, corpus, name="dump", options=("--dtype", "f32")):
+    def dump(self, corpus, name="dump", options=("--dtype", "f32", "--queries", "--values")):
         """Capture a corpus: by default with the precision that `calibrate` fits to, so that sections fitted to the dump equal its sections."""
         dump = self.out / f"{corpus.name}-{name}"
         command = ["dump", "--model", self.real / "model", *corpus.source, "--max-tokens", "all", *options, "-o", dump]

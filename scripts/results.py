@@ -79,7 +79,9 @@ class Results(Lab):
         name = ("main" if work is None else f"for-{work}") + (f"-{fit}" if fit else "")
         options = ["--seq-len", 8192, "--holdout", 0.1, *(["--seed", fit] if fit else [])]
         corpus = self.corpus(name, parts, TOKENS, options, first=fit * int(TOKENS * max(parts.values())))
-        return corpus, self.calibrated(corpus, sections=FITTED if fit else SECTIONS if work else ())
+        if work and not fit:
+            return corpus, self.packed(corpus, SECTIONS)
+        return corpus, self.calibrated(corpus, sections=FITTED if fit else ())
 
     def form(self, corpus, command, options):
         """Return a file with another form of a section, fitted to the corpus of an artifact."""
