@@ -34,6 +34,7 @@ pub mod kv;
 pub mod mapped;
 pub mod method;
 pub mod model;
+mod prefetch;
 pub mod progress;
 pub mod quant;
 pub mod runner;

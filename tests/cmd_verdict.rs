@@ -140,6 +140,24 @@ fn a_run_takes_what_is_recommended() {
         (&json["method"], &json["budget"]),
         (&json!(row.method), &json!(of.budget))
     );
+    // By time, the machine decides among the settings within the limits and full attention.
+    let prefer = kvsmith(&format!("{run} --prefer time"));
+    assert!(prefer.stderr.contains("full attention"), "{}", prefer.stderr);
+    let prefer = prefer.json();
+    let within = verdict.smallest_within(verdict.limit());
+    let mut settings: Vec<_> = within
+        .map(|(row, of)| (json!(row.method), json!(of.budget)))
+        .collect();
+    assert!(!settings.is_empty());
+    settings.push((json!("full"), json!(0.06)));
+    let setting = (prefer["method"].clone(), prefer["budget"].clone());
+    assert!(settings.contains(&setting), "{setting:?} of {settings:?}");
+    kvsmith(&format!("{run} --prefer time --method wpq")).fails(2, "--prefer", "--method");
+    kvsmith(&format!("run --model {model} --tokens {prompt} --prefer time")).fails(
+        2,
+        "there is none",
+        "verdict",
+    );
     let chosen = kvsmith(&format!("{run} --budget 0.5"));
     assert!(!chosen.stderr.contains("recommended"), "{}", chosen.stderr);
     assert_eq!(chosen.json()["method"], "wpq");

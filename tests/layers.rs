@@ -13,6 +13,7 @@ const FLOORS: [&[&str]; 12] = [
         "heap",
         "interrupt",
         "mapped",
+        "prefetch",
         "slots",
         "unfinished",
         "progress",

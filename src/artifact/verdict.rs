@@ -269,10 +269,25 @@ impl Verdict {
     /// Rows of one target count as equally expensive: a method that reads a little less of the bytes than another is not
     /// worth a multiple of the loss.
     pub fn within(&self, kl: f64) -> Option<(&MethodLoss, &Measured)> {
-        let enough = self.choices().filter(|(_, of)| self.is_within(of, kl));
-        enough.min_by(|(a, x), (b, y)| {
+        self.all_within(kl).min_by(|(a, x), (b, y)| {
             let target = a.reads_target.total_cmp(&b.reads_target);
             target.then(x.kl.total_cmp(&y.kl))
+        })
+    }
+
+    /// Lists the rows of [`Verdict::within`] of which one is recommended.
+    fn all_within(&self, kl: f64) -> impl Iterator<Item = (&MethodLoss, &Measured)> {
+        self.choices().filter(move |(_, of)| self.is_within(of, kl))
+    }
+
+    /// Lists, for each method with rows that lose at most this and pass the probe, the one that reads the fewest bytes.
+    pub fn smallest_within(&self, kl: f64) -> impl Iterator<Item = (&MethodLoss, &Measured)> {
+        self.all_within(kl).filter(move |(row, _)| {
+            let same = self
+                .all_within(kl)
+                .filter(|(other, _)| other.method == row.method);
+            same.into_iter()
+                .all(|(other, _)| other.reads_target >= row.reads_target)
         })
     }
 

@@ -3,6 +3,7 @@
 mod compare;
 mod conversation;
 mod lines;
+mod prefer;
 mod report;
 mod stop;
 mod turns;
@@ -14,7 +15,7 @@ use super::named::{Named, NamedParser};
 use super::output;
 use super::reading::{Reading, in_full, parse_budget};
 use super::{device_for, open_model};
-use crate::artifact::{Artifact, Verdict};
+use crate::artifact::{Artifact, Measured, MethodLoss, Verdict};
 use crate::compute::device::Device;
 use crate::cuda::ROWS;
 use crate::cuda::backend::CudaBackend;
@@ -31,6 +32,7 @@ use crate::progress::Log;
 use crate::runner::{CpuBackend, Options, Session};
 use compare::Comparison;
 use conversation::{Conversation, End, Reply};
+use prefer::{Prefer, fastest};
 use turns::Turns;
 
 /// Arguments of `run`.
@@ -80,6 +82,10 @@ pub struct Args {
     /// has one. Without a recommendation, or if only --method is given: 0.06
     #[arg(help_heading = "Method", long, value_name = "X", value_parser = parse_budget)]
     budget: Option<Budget>,
+    /// What counts among the recommended settings, those that lose at most what the artifact's limits allow; only
+    /// without --method and --budget
+    #[arg(help_heading = "Method", long, value_enum, value_name = "WHAT", default_value_t, conflicts_with_all = ["method", "budget", "compare"])]
+    prefer: Prefer,
     /// Maximum number of tokens to generate (with --chat, per reply)
     #[arg(help_heading = "Generation", long, value_name = "N", default_value_t = 128, value_parser = parse_count)]
     max_new: usize,
@@ -159,35 +165,44 @@ impl Choice {
     }
 
     /// Returns what the flags ask for, or what the artifact's verdict recommends if they name neither method nor
-    /// budget.
-    fn of(args: &Args, artifact: Option<&Artifact>, log: Log) -> Result<Self> {
+    /// budget. `length` is how long the context is expected to become.
+    fn of(args: &Args, ask: &Ask, length: usize, global: &Global) -> Result<Self> {
+        let (artifact, log) = (ask.artifact, global.log());
         let tail = args.reading.tail() || args.method.is_some_and(|named| named.tail);
         let verdict = artifact.and_then(|artifact| artifact.manifest.quality.methods.as_ref());
-        if let (None, None, Some((row, of))) = (args.method, args.budget, verdict.and_then(Verdict::usual)) {
-            let named = Named::parse(&row.method).ok_or_else(|| {
-                Error::failed(format!(
-                    "the artifact recommends method `{}`, which this version does not know",
-                    row.method
-                ))
-                .hint("give --method, or use the version of kvsmith that made the artifact")
+        if args.prefer == Prefer::Time {
+            let found = verdict.and_then(|verdict| Some((artifact?, verdict)));
+            let (artifact, verdict) = found.ok_or_else(|| {
+                Error::usage("--prefer time chooses among the settings of a verdict, and there is none").hint(
+                    "give an --artifact that `calibrate` made, or add a verdict to it with `kvsmith verdict`",
+                )
             })?;
-            let loss = match &of.intervals {
-                Some(interval) => format!("KL {:.4}, at most {:.4}", of.kl, interval.kl[1]),
-                None => format!("KL {:.4}, a guess", of.kl),
+            if ask.device.cuda().is_some() {
+                return Err(
+                    Error::usage("--prefer time measures the CPU, and the model runs on a GPU")
+                        .hint("add --device cpu, or give --method and --budget"),
+                );
+            }
+            let found = fastest(verdict, artifact, ask.decoder, length, global)?;
+            let said = found.text();
+            return match found.row {
+                Some((row, of)) => Self::following(verdict, (row, of), tail, &said, log),
+                None => {
+                    log.note(&format!("method: full; {said}"));
+                    Ok(Self {
+                        method: FULL,
+                        tail: false,
+                        budget: BUDGET,
+                        kv: KvType::parse(&verdict.kv),
+                        measured: None,
+                    })
+                }
             };
-            log.note(&format!(
-                "method: {} with budget {}, as recommended by the artifact (reads {:.1}% of the bytes in bf16, {loss}); use --method and --budget to choose others",
-                row.method,
-                of.budget,
-                100.0 * row.bytes_read_fraction,
-            ));
-            return Ok(Self {
-                method: named.method,
-                tail: tail || named.tail,
-                budget: Budget::Fraction(of.budget),
-                kv: verdict.and_then(|verdict| KvType::parse(&verdict.kv)),
-                measured: verdict.and_then(|verdict| verdict.lengths().last().copied()),
-            });
+        }
+        if let (None, None, Some(verdict)) = (args.method, args.budget, verdict)
+            && let Some(found) = verdict.usual()
+        {
+            return Self::following(verdict, found, tail, "", log);
         }
         Ok(Self {
             method: args
@@ -199,6 +214,52 @@ impl Choice {
             measured: None,
         })
     }
+
+    /// Follows a row of a verdict, and says so, with `more` about it.
+    fn following(
+        verdict: &Verdict,
+        (row, of): (&MethodLoss, &Measured),
+        tail: bool,
+        more: &str,
+        log: Log,
+    ) -> Result<Self> {
+        let named = Named::parse(&row.method).ok_or_else(|| {
+            Error::failed(format!(
+                "the artifact recommends method `{}`, which this version does not know",
+                row.method
+            ))
+            .hint("give --method, or use the version of kvsmith that made the artifact")
+        })?;
+        let loss = match &of.intervals {
+            Some(interval) => format!("KL {:.4}, at most {:.4}", of.kl, interval.kl[1]),
+            None => format!("KL {:.4}, a guess", of.kl),
+        };
+        let more = if more.is_empty() {
+            String::new()
+        } else {
+            format!("; {more}")
+        };
+        log.note(&format!(
+            "method: {} with budget {}, as recommended by the artifact (reads {:.1}% of the bytes in bf16, {loss}{more}); use --method and --budget to choose others",
+            row.method,
+            of.budget,
+            100.0 * row.bytes_read_fraction,
+        ));
+        Ok(Self {
+            method: named.method,
+            tail: tail || named.tail,
+            budget: Budget::Fraction(of.budget),
+            kv: KvType::parse(&verdict.kv),
+            measured: verdict.lengths().last().copied(),
+        })
+    }
+}
+
+/// What a choice depends on besides the flags.
+struct Ask<'a> {
+    artifact: Option<&'a Artifact>,
+    decoder: &'a Decoder,
+    device: &'a dyn Device,
 }
 
 /// Generated positions for which caches on the CPU reserve room; they grow when it is used up.
@@ -241,7 +302,12 @@ pub fn run(args: &Args, global: &Global) -> Result<()> {
         };
         return comparison.run(turns);
     }
-    let choice = Choice::of(args, artifact.as_ref(), log)?;
+    let ask = Ask {
+        artifact: artifact.as_ref(),
+        decoder: &decoder,
+        device: device.as_ref(),
+    };
+    let choice = Choice::of(args, &ask, turns.known() + args.max_new, global)?;
     args.reading.warn_of_unused(&[choice.method], global);
     if choice.method == FULL && args.budget.is_some() {
         log.warn("--budget has no effect here: full attention reads everything");

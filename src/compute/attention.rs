@@ -17,7 +17,7 @@ pub use decode::{decode, decode_with_weights};
 pub(crate) use kernels::{ChunkedRows, StoredRows, add, scores};
 pub use lanes::LANES;
 pub(crate) use lanes::widen_f16;
-pub(crate) use rows::{AHEAD, prefetch, widened_add, widened_scores};
+pub(crate) use rows::{AHEAD, widened_add, widened_scores};
 pub use rows::{CachedRows, GroupQueries, OutputSums, Run};
 
 /// Returns the positions visible to the token at position `t`: the last `window` positions up to and including `t`;

@@ -5,10 +5,10 @@ use std::cell::Cell;
 use ndarray::{ArrayView2, ArrayViewMut2, Axis, s};
 use rayon::prelude::*;
 
-use super::attention::prefetch;
 use super::blocks::{PANEL, PANELS, PanelLine, Row, SIDE, TILE, multiply, transpose};
 use super::{pieces, simd, team};
 use crate::float::Float;
+use crate::prefetch::prefetch;
 use crate::quant::{RoundedRow, dots};
 use crate::weight::{Stored, Weight};
 

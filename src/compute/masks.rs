@@ -3,8 +3,8 @@
 use multiversion::multiversion;
 use multiversion::target::match_target;
 
-use super::attention::prefetch;
 use super::simd;
+use crate::prefetch::prefetch;
 
 /// Values per 64-bit word of a mask.
 pub const WORD: usize = 64;

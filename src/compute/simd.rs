@@ -8,6 +8,7 @@ use multiversion::multiversion;
 use multiversion::target::match_target;
 
 use super::blocks::multiply_add;
+use crate::prefetch::prefetch_beyond;
 
 /// Partial sums of a reduction.
 const LANES: usize = 16;
@@ -31,13 +32,18 @@ pub fn dot(a: &[f32], b: &[f32]) -> f32 {
     fold(acc) + short_dot(tail_a, tail_b)
 }
 
-/// Returns the dot product of bf16 values, given as bits, with f32 values.
+/// By how many bytes a product asks for values ahead of those that it multiplies. Rows of a weight follow one another, and
+/// the processor by itself does not ask for enough of the next ones.
+const AHEAD: usize = 1024;
+
+/// Returns the dot product of bf16 values, given as bits, with f32 values. Asks for the values that follow `a` in memory.
 #[multiversion(targets("x86_64+avx512f+avx512bw+avx512vl", "x86_64+avx2", "aarch64+neon"))]
 pub fn dot_bf16(a: &[u16], b: &[f32]) -> f32 {
     assert_eq!(a.len(), b.len(), "values of a product");
     let ((a, tail_a), (b, tail_b)) = (a.as_chunks::<WIDE>(), b.as_chunks::<WIDE>());
     let mut acc = [0.0f32; WIDE];
     for (x, y) in a.iter().zip(b) {
+        prefetch_beyond(x, AHEAD);
         for l in 0..WIDE {
             acc[l] += f32::from_bits(u32::from(x[l]) << 16) * y[l];
         }

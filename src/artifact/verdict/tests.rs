@@ -108,6 +108,14 @@ fn upper_ends_are_compared_with_the_limits() {
     let mut without = with.clone();
     without.probe = None;
     assert_eq!(name(without.usual()).as_deref(), Some("selfindex"));
+    // Of each method within the limits, the smallest share.
+    let mut twice = with.clone();
+    twice.rows.push(bounded("wpq", 0.2, 0.001, 0.0));
+    let smallest: Vec<_> = twice
+        .smallest_within(0.03)
+        .map(|(row, _)| (row.method.as_str(), row.reads_target))
+        .collect();
+    assert_eq!(smallest, [("wpq", 0.1), ("a2ats", 0.2)]);
     // A row that was not asked is not within the limits.
     let mut unasked = with.clone();
     unasked.rows[4].measured.as_mut().expect("measured").probe = None;

@@ -11,11 +11,12 @@ use super::cpu_head::BenchHead;
 use super::layer_step::{LayerSetting, ROTATED_BYTES};
 use super::product::seconds;
 use super::report::median;
-use crate::compute::attention::{AHEAD, prefetch};
+use crate::compute::attention::AHEAD;
 use crate::error::Result;
 use crate::kv::lines::AlignedVec;
 use crate::method::bench::TimedLayer;
 use crate::method::{CPU_GRANULE, Choice, Reads};
+use crate::prefetch::prefetch;
 use crate::runner::{Counts, add_rows, attend};
 
 /// A scattered read takes one in this many rows.

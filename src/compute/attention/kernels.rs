@@ -11,7 +11,8 @@ use multiversion::target::match_target;
 #[cfg(target_arch = "x86_64")]
 use super::lanes::{Avx2, Avx512};
 use super::lanes::{LANES, Plain, Simd};
-use super::rows::{Coming, GroupQueries, OutputSums, Run, prefetch};
+use super::rows::{Coming, GroupQueries, OutputSums, Run};
+use crate::prefetch::prefetch;
 
 /// Query heads that are processed together in one tile.
 pub const GROUP: usize = 4;

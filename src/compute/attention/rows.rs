@@ -81,22 +81,6 @@ impl<'a> Run<'a> {
     }
 }
 
-/// Prefetches the cache lines that hold `values`.
-#[inline(always)]
-pub fn prefetch<T>(values: &[T]) {
-    #[cfg(target_arch = "x86_64")]
-    {
-        use std::arch::x86_64::{_MM_HINT_T0, _mm_prefetch};
-        let start = values.as_ptr().cast::<i8>();
-        for line in (0..size_of_val(values)).step_by(64) {
-            // SAFETY: a prefetch accesses nothing, whatever the address.
-            unsafe { _mm_prefetch::<_MM_HINT_T0>(start.wrapping_add(line)) };
-        }
-    }
-    #[cfg(not(target_arch = "x86_64"))]
-    let _ = values;
-}
-
 /// Weighted sums of rows, for r sets of weights.
 pub struct OutputSums<'a> {
     /// The number of weights per row, which is the number of query heads.

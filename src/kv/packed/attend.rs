@@ -5,7 +5,8 @@
 use super::two_bit::{TwoBit, pair};
 use super::{FullRows, QUANT_GROUP, SignRows, ValueRows, sign_bytes};
 use crate::compute::attention::lanes::Simd;
-use crate::compute::attention::{self, ChunkedRows, GroupQueries, LANES, OutputSums, Run, prefetch};
+use crate::compute::attention::{self, ChunkedRows, GroupQueries, LANES, OutputSums, Run};
+use crate::prefetch::prefetch;
 
 /// Chunks of [`LANES`] channels in a quantisation group.
 const CHUNKS: usize = QUANT_GROUP / LANES;

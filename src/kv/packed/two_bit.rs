@@ -3,8 +3,8 @@
 use half::f16;
 
 use super::QUANT_GROUP;
-use crate::compute::attention::prefetch;
 use crate::kv::lines::AlignedVec;
+use crate::prefetch::prefetch;
 
 /// A smaller step counts as zero: the values of the group are taken as equal.
 const LEAST_STEP: f32 = 1e-8;

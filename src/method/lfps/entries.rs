@@ -4,9 +4,9 @@ use std::cell::RefCell;
 use std::ops::Range;
 
 use super::threshold::TableStats;
-use crate::compute::attention::prefetch;
 use crate::compute::masks::{BLOCK, WORD, at_least_in_blocks};
 use crate::method::reads::Reads;
+use crate::prefetch::prefetch;
 
 /// What a step read of a table.
 #[derive(Clone, Debug, Default)]

@@ -4,9 +4,9 @@ use std::cell::RefCell;
 use std::ops::Range;
 
 use super::entries::Entries;
-use crate::compute::attention::prefetch;
 use crate::compute::masks::{BLOCK, powers};
 use crate::kv::lines::AlignedVec;
+use crate::prefetch::prefetch;
 
 /// Once the common factor falls below this, it is multiplied into the entries.
 const LEAST_FACTOR: f64 = 1e-20;

@@ -12,9 +12,9 @@ use std::ops::RangeInclusive;
 use ndarray::ArrayView2;
 
 use super::groups::{GROUP, PATTERNS};
-use crate::compute::attention::prefetch;
 use crate::method::Ranking;
 use crate::method::best::{best_positions, by_score};
+use crate::prefetch::prefetch;
 use rounded::Rounded;
 
 /// Number of values of a byte of signs, that is, of two patterns.
