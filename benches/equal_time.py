@@ -67,7 +67,7 @@ def losses(results, forms, blocks):
         text = results.tokens(f"equal-time-{work}", of_work)
         methods = ",".join(dict.fromkeys(method for _, method, _, _ in forms))
         options = ["--artifact", artifact, "--against", mean, "--tokens", text, "--max-tokens", 10**9, "--seq-len", CONTEXT, "--methods", methods,
-                   "--budgets", ",".join(map(str, BUDGETS)), "--decode", STEPS]
+                   "--budgets", ",".join(map(str, BUDGETS)), "--decode", STEPS, *results.losses_only()]
         for row in results.eval(f"equal-time-{work}", options, [text, artifact, mean])["rows"]:
             form = "mean" if Path(row.get("artifact", artifact)).stem == mean.stem else ""
             for label, *key in forms:

@@ -374,7 +374,7 @@ def blocks(found):
         words = "Tokens per second against the length of the context, for full attention and for methods that read a tenth of the cache"
         made["speeds"] = "\n".join([picture("speed", words, "docs/pictures/"), wrapped(speed_sentence(found["decode"]), 150) + "\n"])
     made["scale"] = document and scale(document, share)
-    made["example"] = found["long"] and example(found["long"])
+    made["example"] = found["text"] and example(found["text"])
     made["retrieval"] = found["questions-4096"] and retrieval(found["questions-4096"])
     return made | {name: make(found[name]) if found[name] else None for name, make in OTHERS.items()}
 

@@ -175,7 +175,9 @@ class Results(Lab):
         found = []
         for work, documents_of in blocks.items():
             text = self.tokens(f"{name}-{work}", documents_of)
-            source = ["--tokens", text, "--max-tokens", 10**9, "--seq-len", length, "--decode", steps], [text]
+            # One table shows how good choices are.
+            losses = [] if name == "text" else self.losses_only()
+            source = ["--tokens", text, "--max-tokens", 10**9, "--seq-len", length, "--decode", steps, *losses], [text]
             found.append(self.measure(f"{name}-{work}", None if own else work, source, length, shares, [f"lfps {BYPASS}"],
                                       fits=fits, beside=beside, same=same))
         return {"length": length, "works": [work for work, of in blocks.items() for _ in of], **over_works(found)}
@@ -249,7 +251,7 @@ class Results(Lab):
         for part, (kv, methods, options, more, others) in evals.items():
             against = ["--against", ",".join(map(str, others))] if others else []
             command = ["--artifact", artifact, *against, "--tokens", text, "--max-tokens", 10**9, "--seq-len", 2048, "--methods", methods,
-                       "--budgets", "0.06", *options, *(word for words in more for word in ("--also", words))]
+                       "--budgets", "0.06", *self.losses_only(), *options, *(word for words in more for word in ("--also", words))]
             document = self.eval(f"claims-{part}", command, [text, artifact, *others], kv)
             found = found or conditions(document)
             for row in document["rows"]:
@@ -263,7 +265,7 @@ class Results(Lab):
         text = self.tokens("wpq-bits", [block for work in WORKS for block in self.blocks(work, 8192, 4, "development")])
         short = self.form(corpus, "wpq", "--wpq-bits 32")
         command = ["--artifact", artifact, "--against", short, "--tokens", text, "--max-tokens", 10**9, "--seq-len", 8192, "--methods", "wpq",
-                   "--reads", "0.05,0.1", "--decode", 32]
+                   "--reads", "0.05,0.1", "--decode", 32, *self.losses_only()]
         document = self.eval("wpq-bits", command, [text, artifact, short])
         rows = [kept(row) | {"form": "32 bits" if Path(row["artifact"]).stem == short.stem else ""} for row in document["rows"]]
         return {"text": "development", "length": 8192, **conditions(document), "rows": rows}

@@ -110,7 +110,7 @@ class Study(Lab):
         first, *others = artifacts.values()
         against = ["--against", ",".join(map(str, others))] if others else []
         budgets = ",".join(f"{method}={self.budgets[method]}" for method in methods)
-        options = ["--artifact", first, *against, "--tokens", text, "--max-tokens", 10**9, "--seq-len", BLOCK, "--decode", self.arguments.decode,
+        options = ["--artifact", first, *against, "--tokens", text, "--max-tokens", 10**9, "--seq-len", BLOCK, "--decode", self.arguments.decode, *self.losses_only(),
                    "--methods", ",".join(methods), "--budgets", budgets, *flags, *(word for one in also for word in ("--also", one))]
         document = self.eval(f"study-{name}-{work}", options, [text, *artifacts.values()])
         labels = {str(path): label for label, path in artifacts.items()}

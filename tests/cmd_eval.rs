@@ -107,6 +107,47 @@ fn the_oracle_covers_most_and_the_whole_budget_is_exact() {
     }
 }
 
+/// Without choices along the full trajectory, losses are the same, and what needs these choices is missing.
+#[test]
+fn losses_alone_are_those_of_a_whole_measurement() {
+    let model = Model::new("llama_default", &[90, 50]);
+    let command = "--methods topk,quest --budgets 9 --decode 12 --sinks 1 --window 3";
+    let whole = model.eval(command);
+    let losses = model.eval(&format!("{command} --losses-only"));
+    let rows = |json: &Value| json["rows"].as_array().unwrap().clone();
+    assert_eq!(rows(&losses).len(), 2);
+    for (own, all) in rows(&losses).iter().zip(rows(&whole)) {
+        for key in [
+            "kl",
+            "kl_p99",
+            "top1_equal",
+            "perplexity_ratio",
+            "kl_by_block",
+            "by_position",
+            "bytes_read_fraction",
+            "index_bits_per_token",
+        ] {
+            assert!(own[key] == all[key] && !own[key].is_null(), "{key}: {own} {all}");
+        }
+        for key in ["recall", "mass", "output_error"] {
+            assert!(
+                own[key].is_null() && own["by_turn"][0][key].is_null() && !all[key].is_null(),
+                "{key}: {own}"
+            );
+        }
+        assert!(
+            own.get("output_error_by_layer").is_none() && all.get("output_error_by_layer").is_some(),
+            "{own}"
+        );
+    }
+    let input = "--methods topk --needles auto --losses-only";
+    kvsmith(&format!("eval --model {} {input}", checkpoint("llama_default"))).fails(
+        2,
+        "--losses-only",
+        "--needles",
+    );
+}
+
 /// Recall, mass and output error of the last B candidates (`streaming`) at position `t` of KV head `c`.
 fn naive(states: &Captured, c: usize, t: usize, model_window: Option<usize>, budget: f64) -> [f64; 3] {
     let (sinks, window) = (2, 4);

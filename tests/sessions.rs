@@ -181,7 +181,7 @@ fn an_evaluation_tells_its_progress() {
                 }
             };
             evaluation
-                .block(&model.ids[..60], turns, decode, &mut done)
+                .block(&model.ids[..60], turns, decode, true, &mut done)
                 .unwrap();
             assert_eq!((units, steps), (all, turns * decode), "{turns} turns");
             assert!(prompts >= layers, "{prompts} parts of prompts");

@@ -129,7 +129,9 @@ impl<'a> Evaluation<'a> {
     }
 
     /// Evaluates a block in `turns` equal turns. The last `decode` tokens of a turn (at least one) are fed one by one; the
-    /// tokens before them are its prompt. `done` is told of all work, which [`Evaluation::tokens`] counts.
+    /// tokens before them are its prompt. With `judged`, choices along the full trajectory are compared with the true
+    /// probabilities; without it, the reports have no metrics of choices. `done` is told of all work, which
+    /// [`Evaluation::tokens`] counts.
     ///
     /// # Errors
     /// A turn of less than two tokens; activations that are not finite; an interrupt.
@@ -138,9 +140,10 @@ impl<'a> Evaluation<'a> {
         ids: &[u32],
         turns: usize,
         decode: usize,
+        judged: bool,
         done: &mut dyn FnMut(Done),
     ) -> Result<()> {
-        self.turns(ids, turns, decode, true, done)
+        self.turns(ids, turns, decode, judged, done)
     }
 
     /// Evaluates a block for what variants read alone: no choice is judged, and the reports have no metrics of choices.

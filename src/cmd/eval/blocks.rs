@@ -98,13 +98,20 @@ impl Blocks {
         for (i, block) in usable.iter().enumerate() {
             progress.stage(format!("block {} of {}", i + 1, usable.len()));
             let ids = &corpus.ids[block.clone()];
-            let result = evaluation.block(ids, args.turns, args.decode, &mut |what| match what {
-                Done::Prompt(tokens) => progress.advance(tokens as u64),
-                Done::Step => {
-                    done += 1;
-                    progress.advance((of_step * layers) as u64);
-                }
-            });
+            let result =
+                evaluation.block(
+                    ids,
+                    args.turns,
+                    args.decode,
+                    !args.losses_only,
+                    &mut |what| match what {
+                        Done::Prompt(tokens) => progress.advance(tokens as u64),
+                        Done::Step => {
+                            done += 1;
+                            progress.advance((of_step * layers) as u64);
+                        }
+                    },
+                );
             stopped = is_stopped(result, done)?;
             if stopped {
                 break;

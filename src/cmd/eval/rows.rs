@@ -17,7 +17,7 @@ use crate::runner::eval::{Bootstrap, Evaluation, StepMetrics, VariantReport};
 /// A metric over some blocks of text, with its name.
 type TextMetric = (&'static str, fn(&StepMetrics) -> f64);
 
-/// The metrics of text that have intervals.
+/// The metrics of text that have intervals: those of choices, then those of losses.
 const TEXT_METRICS: [TextMetric; 8] = [
     ("recall", |of| of.choices.recall.into()),
     ("mass", |of| of.choices.mass.into()),
@@ -28,6 +28,9 @@ const TEXT_METRICS: [TextMetric; 8] = [
     ("top1_equal", |of| of.losses.top1_equal),
     ("perplexity_ratio", |of| of.losses.perplexity_ratio),
 ];
+
+/// How many of them are of choices.
+const OF_CHOICES: usize = 3;
 
 /// The results in the order of the plan.
 pub struct Measurements<'a> {
@@ -98,7 +101,9 @@ impl Measurements<'_> {
             }
             false => {
                 merge(&mut row, &json!(report.whole()));
-                merge(&mut row, &json!(report.layer_errors()));
+                if !self.args.losses_only {
+                    merge(&mut row, &json!(report.layer_errors()));
+                }
                 let blocks = 0..report.blocks();
                 row["kl_by_block"] = blocks.map(|block| report.kl_of_blocks(&[block])).collect();
                 row["by_turn"] = json!(report.by_turn());
@@ -156,7 +161,8 @@ impl Measurements<'_> {
             let metrics = report.of_blocks(blocks);
             TEXT_METRICS.map(|(_, of)| of(&metrics))
         });
-        let named = TEXT_METRICS.iter().zip(intervals);
+        let missing = if self.args.losses_only { OF_CHOICES } else { 0 };
+        let named = TEXT_METRICS.iter().zip(intervals).skip(missing);
         let named: Map<String, Value> = named
             .map(|((key, _), interval)| ((*key).to_owned(), json!(interval)))
             .collect();

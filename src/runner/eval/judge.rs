@@ -9,9 +9,9 @@ use serde::Serialize;
 use crate::kv::StaticSet;
 use crate::method::Choice;
 
-/// A mean, kept as its sum and the number of values; zero if there are no values.
+/// A mean, kept as its sum and the number of values; zero, in JSON null, if there are no values.
 #[derive(Clone, Copy, Debug, Default, Serialize)]
-#[serde(into = "f64")]
+#[serde(into = "Option<f64>")]
 pub struct Mean {
     sum: f64,
     /// Number of values.
@@ -27,6 +27,12 @@ impl From<f64> for Mean {
 impl From<Mean> for f64 {
     fn from(mean: Mean) -> Self {
         mean.sum / mean.count.max(1) as f64
+    }
+}
+
+impl From<Mean> for Option<f64> {
+    fn from(mean: Mean) -> Self {
+        (mean.count > 0).then(|| mean.into())
     }
 }
 
