@@ -3,11 +3,7 @@
 use std::arch::x86_64::*;
 
 use super::{LANES, ROWS, RoundedRow, joined};
-use crate::prefetch::prefetch_beyond;
 use crate::quant::{CHUNK, Quant};
-
-/// By how many bytes a product asks for blocks ahead of the one that it multiplies: the next rows follow this one.
-const AHEAD: usize = 1024;
 
 /// Computes the products with 1 to [`ROWS`] rows of inputs.
 #[target_feature(enable = "avx2,f16c")]
@@ -44,7 +40,6 @@ fn with_rows<const Q: u8, const N: usize>(row: &[u8], x: [&RoundedRow; N], out: 
     let widen = |bits: u16| _mm_cvtss_f32(_mm_cvtph_ps(_mm_cvtsi32_si128(i32::from(bits))));
     let (values, bytes) = quant.block();
     for (b, block) in row.chunks_exact(bytes).enumerate() {
-        prefetch_beyond(block, AHEAD);
         for at in 0..values / CHUNK {
             let (i, codes) = (b * values / CHUNK + at, codes(quant, block, at));
             let (scales, offset) = quant.scales(block, at, widen);
