@@ -123,9 +123,9 @@ fn eval(args: &Args, global: &Global) -> Result<()> {
         let variants = budgets.iter().map(variant).collect();
         Ok(Evaluation::new(forward, variants, options))
     };
-    let plan = plan::rows(args, &entries, log, &mut |budgets| {
+    let plan = plan::rows(args, &entries, log, &mut |budgets, sample| {
         let mut evaluation = evaluation(budgets)?;
-        material.sample(args, &mut evaluation, log)?;
+        material.sample(args, &mut evaluation, sample, log)?;
         let share = |variant: usize| {
             let share = match args.granule {
                 1 => evaluation.bytes_fraction(variant),

@@ -13,9 +13,6 @@ use crate::model::Decoder;
 use crate::progress::{Log, counted};
 use crate::runner::eval::{Done, Evaluation, decoded, turns_of};
 
-/// Most steps of each turn in which shares of the bytes are sampled.
-const SAMPLED_STEPS: usize = 32;
-
 /// Text or tokens in blocks; each block has at least one token to decode in every turn.
 pub struct Blocks {
     corpus: Corpus,
@@ -61,12 +58,17 @@ impl Blocks {
         self.usable.iter().map(Range::len).max().unwrap_or(0)
     }
 
-    /// Evaluates some blocks with fewer steps, since what a step reads changes little from step to step; `done` is called
-    /// after each block.
-    pub fn sample(&self, args: &Args, evaluation: &mut Evaluation, done: &mut dyn FnMut()) -> Result<()> {
+    /// Evaluates some blocks with at most `steps` steps of each turn; `done` is called after each block.
+    pub fn sample(
+        &self,
+        args: &Args,
+        evaluation: &mut Evaluation,
+        steps: usize,
+        done: &mut dyn FnMut(),
+    ) -> Result<()> {
         for i in sampled(self.usable.len()) {
             let ids = &self.corpus.ids[self.usable[i].clone()];
-            evaluation.sample(ids, args.turns, args.decode.min(SAMPLED_STEPS))?;
+            evaluation.sample(ids, args.turns, args.decode.min(steps))?;
             done();
         }
         Ok(())

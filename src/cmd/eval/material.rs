@@ -5,6 +5,7 @@ use serde_json::Value;
 use super::args::Args;
 use super::blocks::Blocks;
 use super::needles::{self, NeedleLine, Reader};
+use super::reads::Sample;
 use crate::cmd::args::Global;
 use crate::error::Result;
 use crate::model::Decoder;
@@ -14,6 +15,10 @@ use crate::runner::eval::Evaluation;
 
 /// Blocks or lines on which the budgets for --reads are searched.
 const SAMPLED: usize = 2;
+
+/// Steps of a sample: of a turn of a text, or of the first questions of a line.
+const ROUGH_STEPS: usize = 8;
+const FINE_STEPS: usize = 32;
 
 /// Lists at most [`SAMPLED`] of `n` numbers from 0 on, evenly spaced. The last one is seldom among them: the last block of a
 /// text is often short.
@@ -60,8 +65,12 @@ impl<'a> Material<'a> {
         }
     }
 
-    /// Evaluates some of the blocks or lines.
-    pub fn sample(&self, args: &Args, evaluation: &mut Evaluation, log: Log) -> Result<()> {
+    /// Evaluates some of the blocks or lines, with few of their steps: what a step reads changes little from step to step.
+    pub fn sample(&self, args: &Args, evaluation: &mut Evaluation, sample: Sample, log: Log) -> Result<()> {
+        let steps = match sample {
+            Sample::Rough => ROUGH_STEPS,
+            Sample::Fine => FINE_STEPS,
+        };
         let count = match self {
             Self::Text(blocks) => blocks.count(),
             Self::Needles(lines, _) => lines.len(),
@@ -70,9 +79,9 @@ impl<'a> Material<'a> {
         progress.stage("searching budgets".to_owned());
         let mut done = || progress.advance(1);
         match self {
-            Self::Text(blocks) => blocks.sample(args, evaluation, &mut done),
+            Self::Text(blocks) => blocks.sample(args, evaluation, steps, &mut done),
             Self::Needles(lines, reader) => sampled(lines.len()).try_for_each(|i| {
-                lines[i].ask(evaluation, *reader)?;
+                lines[i].sample(evaluation, *reader, steps)?;
                 done();
                 Ok(())
             }),

@@ -351,8 +351,21 @@ impl NeedleLine {
 
     /// Asks the questions along every trajectory.
     pub(super) fn ask(&self, evaluation: &mut Evaluation, reader: Reader) -> Result<()> {
+        self.sample(evaluation, reader, usize::MAX)
+    }
+
+    /// Asks the first questions of a conversation, as many as take `steps` decode steps; a single question whole.
+    pub(super) fn sample(&self, evaluation: &mut Evaluation, reader: Reader, steps: usize) -> Result<()> {
         match &self.questions {
-            Questions::Conversation(turns) => evaluation.conversation(turns, &self.group),
+            Questions::Conversation(turns) => {
+                let mut before = 0;
+                let first = turns.iter().take_while(|turn| {
+                    let is_first = before < steps;
+                    before += turn.asking.question.len() + turn.answer.len().saturating_sub(1);
+                    is_first
+                });
+                evaluation.conversation(&turns[..first.count()], &self.group)
+            }
             Questions::Single { asking, answers } => evaluation.needle(&Needle {
                 asking,
                 group: &self.group,

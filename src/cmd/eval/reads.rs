@@ -18,6 +18,15 @@ const STARTS: [f64; 10] = [LEAST, 0.01, 0.02, 0.04, 0.07, 0.11, 0.16, 0.25, 0.4,
 /// Where the logarithmic scale of a search begins; budgets below it seldom differ by a position.
 const FLOOR: f64 = 1e-3;
 
+/// How well a round of a search measures.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Sample {
+    /// The first round, which only finds between which of many budgets the wanted one lies.
+    Rough,
+    /// The later rounds.
+    Fine,
+}
+
 /// The budget of one method for one share of the bytes.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Found {
@@ -127,7 +136,7 @@ impl Search {
 }
 
 /// A function that returns the shares of the bytes that methods, given by index, read with budgets on a sample.
-pub type ReadShares<'a> = dyn FnMut(&[(usize, Budget)]) -> Result<Vec<f64>> + 'a;
+pub type ReadShares<'a> = dyn FnMut(&[(usize, Budget)], Sample) -> Result<Vec<f64>> + 'a;
 
 /// Finds, for each of `methods` methods and each of `targets`, the budget that reads that share of the bytes.
 ///
@@ -136,7 +145,7 @@ pub type ReadShares<'a> = dyn FnMut(&[(usize, Budget)]) -> Result<Vec<f64>> + 'a
 pub fn find(methods: usize, targets: &[f64], sample: &mut ReadShares) -> Result<Vec<Found>> {
     let starts = |method| STARTS.map(|budget| (method, Budget::Fraction(budget)));
     let starts: Vec<_> = (0..methods).flat_map(starts).collect();
-    let shares = sample(&starts)?;
+    let shares = sample(&starts, Sample::Rough)?;
     let known = shares.chunks(STARTS.len()).map(|shares| {
         let points = STARTS.iter().zip(shares);
         points
@@ -164,7 +173,7 @@ pub fn find(methods: usize, targets: &[f64], sample: &mut ReadShares) -> Result<
         let budgets: Vec<_> = budgets
             .map(|(search, guess)| (search.method, Budget::Fraction(*guess)))
             .collect();
-        let shares = sample(&budgets)?;
+        let shares = sample(&budgets, Sample::Fine)?;
         for ((search, budget), share) in open.iter_mut().zip(guesses).zip(shares) {
             search.take(Point { budget, share });
         }
@@ -179,7 +188,7 @@ mod tests {
     /// Searches with methods that read `reads(budget)`; returns what was found and how often the sample was evaluated.
     fn search(reads: &[fn(f64) -> f64], targets: &[f64]) -> (Vec<Found>, usize) {
         let mut rounds = 0;
-        let found = find(reads.len(), targets, &mut |budgets| {
+        let found = find(reads.len(), targets, &mut |budgets, _| {
             rounds += 1;
             Ok(budgets
                 .iter()
