@@ -128,9 +128,13 @@ NAMES = {"handbook": "the Debian Administrator's Handbook", "python": "Python's 
 def of_blocks(document):
     """Say what a table of text was measured on."""
     works = document["works"]
+    return f"{len(works)} blocks of {document['text']} text{of_works(works)}; {document['steps']} steps. {calibration(document)}\n"
+
+
+def of_works(works):
+    """Say from which works the blocks of a table are."""
     each = [f"{works.count(work)} of {NAMES[work]}" for work in dict.fromkeys(works)]
-    what = f"{len(works)} blocks of {document['text']} text" + (f", {' and '.join(each)}" if len(each) > 1 else f" of {NAMES[works[0]]}")
-    return f"{what}; {document['steps']} steps. {calibration(document)}\n"
+    return f", {' and '.join(each)}" if len(each) > 1 else f" of {NAMES[works[0]]}"
 
 
 def calibration(document):
@@ -252,7 +256,7 @@ def loss_table(found):
     body = []
     for row, _ in tables.chosen_rows(document, share)[:ROWS_OF_README]:
         of = {} if tables.is_buckets(row) else asked.get(row["method"], {})
-        words = ", an oracle" if row["method"] == "topk" else ", ours" if tables.is_buckets(row) else ""
+        words = ", whose ranking is free" if row["method"] == "topk" else ", our form of it" if tables.is_buckets(row) else ""
         body.append([tables.named(row) + words, percent(row["bytes_read_fraction"]), f"{row['kl']:.4f}" + tables.spread(tables.kl_interval(row), 4),
                      percent(row.get("top1_equal")), percent(of.get("needle_accuracy")) or "not measured"])
     return tables.grid(["method", "read", "KL, nats (95%)", "same top token", "questions, at 10%"], body)
@@ -262,14 +266,19 @@ def ratio_sentence(document, share):
     """Say how much less wpq loses than the best of the papers' methods at a share of the bytes."""
     best, ours = tables.best_of_papers(document, share), tables.row_at(document, "wpq", "", share)
     ends = tables.ratio_interval(best["kl_by_block"], ours["kl_by_block"])
-    return f"The best of the published methods, {tables.named(best)}, loses {best['kl'] / ours['kl']:.1f} times as much as `wpq`{tables.spread(ends, 1)}."
+    return f"On these texts, the best of the published methods, {tables.named(best)}, loses {best['kl'] / ours['kl']:.1f} times as much as `wpq`{tables.spread(ends, 1)}."
 
 
 def question_sentence(document):
     """Say what share of the questions full attention and two methods answer."""
-    right = {row["method"]: percent(row["needle_accuracy"]) for row in document["rows"] if row.get("needle_accuracy") is not None and row["form"] == ""}
-    return (f"Of {document['questions']} questions that ask for one of eight facts hidden in {document['length']:,} tokens, full attention answers "
-            f"{percent(document['full_needle_accuracy'])}. At 10% of the bytes `wpq` answers {right['wpq']} and `selfindex` {right['selfindex']}.")
+    rows = {row["method"]: row for row in document["rows"] if row.get("needle_accuracy") is not None and row["form"] == ""}
+
+    def answered(method):
+        own = tables.scores(rows[method])
+        return percent(rows[method]["needle_accuracy"]) + tables.spread(intervals.mean_interval(own) if own else None, 1, 100)
+
+    return (f"Each of {document['questions']} questions asks for one of eight facts hidden in {document['length']:,} tokens. Full attention answers "
+            f"{percent(document['full_needle_accuracy'])}; at 10% of the bytes, `wpq` answers {answered('wpq')} and `selfindex` {answered('selfindex')}.")
 
 
 def example(document, share=0.1):
@@ -284,9 +293,8 @@ def example(document, share=0.1):
             f"The paired difference of `wpq` and `selfindex` is {difference:.4f} nats{tables.spread(ends, 4)}. The interval {verdict}. "
             "`--json` lists the differences of all pairs ([json.md](reference/json.md#eval)).",
             f"The block means of `wpq` range from {min(each):.4f} to {max(each):.4f} nats, so a few blocks say little."]
-    works = " and ".join(f"{document['works'].count(work)} of {NAMES[work]}" for work in dict.fromkeys(document["works"]))
     about = (f"The figures are from [results/{document['table']}.json](results/{document['table']}.json): SmolLM2-135M, the last {document['steps'] // len(document['works'])} tokens of "
-             f"{len(document['works'])} blocks of {document['length']:,} tokens, {works}. `eval` prints `top-1` in a second table.")
+             f"each of {len(document['works'])} blocks of {document['length']:,} tokens{of_works(document['works'])}. `eval` prints `top-1` in a second table.")
     return "\n".join([wrapped(about), "", tables.example_table(document, share), wrapped("\n".join(f"- {of}" for of in said)) + "\n"])
 
 
@@ -308,20 +316,25 @@ def retrieval(document):
                    f"{percent(document['full_needle_accuracy'])}, {each}.") + "\n"
 
 
-def speed_sentence(document):
+def speed_sentence(document, found):
     """Say how many tokens per second the longest context of the real model gives, with full attention and with methods at equal bytes."""
     rows = pictures.at_equal_bytes(document)
     longest = max(row["context"] for row in rows)
     rate = {row["method"]: row["tokens_per_s"] for row in rows if row["context"] == longest}
-    others = [f"`{method}` {rate[method]:.0f}" for method, _ in pictures.SPEEDS if method in rate and method != "full"]
+    lost = {row["method"]: tables.setting_of(row, found) for row in rows if row["context"] == longest}
+
+    def loss(method):
+        return f", KL {lost[method]['kl']:.4f}" if lost.get(method) else ""
+
+    others = [f"`{method}` {rate[method]:.0f} ({rate[method] / rate['full']:.1f} times{loss(method)})" for method, _ in pictures.SPEEDS if method in rate and method != "full"]
     machine = next(run["machine"] for run in document["runs"] if "smollm2-135m" in run["models"])
     where = ", ".join(part.strip() for part in machine.split(",")[:2])
     said = (f"SmolLM2-135M on {where}, {longest:,} positions, tokens per second: full attention {rate['full']:.0f}; at {100 * pictures.SHARE:.0f}% of the bytes {listed(others)}. "
-            "`streaming` chooses nothing, so the gap to it is roughly the cost of choosing.")
+            "`streaming` keeps fixed positions, so the gap to it is roughly the cost of choosing.")
     drawn = {row["method"]: row for row in document["rows"] if (row["model"], row["weights"], row["context"]) == ("qwen3-0.6b", "bf16", 32768)}
     if drawn:
         times = listed([f"{drawn[method]['tokens_per_s'] / drawn['full']['tokens_per_s']:.1f} times with `{method}`" for method in ("wpq", "selfindex")])
-        said += (f" In the shape of Qwen3-0.6B with random weights and 32K positions, a budget of {100 * drawn['wpq']['budget']:g}% makes steps faster: {times}; "
+        said += (f" A model in the shape of Qwen3-0.6B with random weights, on the same CPU, is faster at 32K positions if each step chooses {100 * drawn['wpq']['budget']:g}% of them: {times}; "
                  "what is lost there is unmeasured.")
     return said
 
@@ -338,9 +351,10 @@ def times_sentence(document):
     def measuring(row):
         return sum(row["stages"][stage] for stage in MEASURING)
 
-    return (f"On two threads of one core ({document['machine'].split(',')[0]}), `plan` estimates {planned['seconds'] / 3600:.1f} hours for Qwen3-0.6B and {planned['tokens']:,} tokens "
-            f"({measuring(planned) / 3600:.1f} of them to measure the methods: `--no-verdict` skips that and the recommendation), {planned['memory_bytes'] / 1e9:.1f} GB of memory and "
-            f"{planned['disk_bytes'] / 1e9:.1f} GB of disk. SmolLM2-135M with {taken['tokens']:,} tokens took {taken['seconds'] / 60:.0f} minutes, {measuring(taken) / 60:.0f} of them to measure.")
+    hours, of_them = planned["seconds"] / 3600, measuring(planned) / 3600
+    return (f"For Qwen3-0.6B and {planned['tokens']:,} tokens (the default), `plan` estimates {hours:.1f} hours on two threads of one core ({document['machine'].split(',')[0]}): {hours - of_them:.1f} to fit, "
+            f"and {of_them:.1f} to measure the methods, which `--no-verdict` skips, and with it the recommendation; {planned['memory_bytes'] / 1e9:.1f} GB of memory and "
+            f"{planned['disk_bytes'] / 1e9:.1f} GB of disk. Measured: SmolLM2-135M, {taken['tokens']:,} tokens, {taken['seconds'] / 60:.0f} minutes, {measuring(taken) / 60:.0f} of them to measure.")
 
 
 def wrapped(text, width=120):
@@ -362,17 +376,16 @@ def blocks(found):
     made = {"losses": None, "speeds": None, "decode": None, "times": found["times"] and wrapped(times_sentence(found["times"]), 150) + "\n"}
     document, share = headline(found)
     if document:
-        works = ", ".join(f"{document['works'].count(work)} of {NAMES[work]}" for work in dict.fromkeys(document["works"]))
-        about = (f"Blocks of {document['length']:,} tokens ({works}), {100 * share:.0f}% of the bytes of the cache; the artifacts were fitted to {fitted_to(document)}. "
+        about = (f"{len(document['works'])} blocks of {document['length']:,} tokens{of_works(document['works'])}, {100 * share:.0f}% of the bytes of the cache; the artifacts were fitted to {fitted_to(document)}. "
                  f"[docs/results.md](docs/results.md) has {len(tables.chosen_rows(document, share)) - ROWS_OF_README} more rows.")
         sentences = [ratio_sentence(document, share)]
         if asked := found["questions-4096"]:
-            sentences += [question_sentence(asked), *(["There, the artifact was fitted to other chapters of the same works."] if is_early(asked) else [])]
+            sentences += [question_sentence(asked), *(["For these questions, the artifact was fitted to other chapters of the same works."] if is_early(asked) else [])]
         made["losses"] = "\n".join([wrapped(about), "", loss_table(found), wrapped(" ".join(sentences)) + "\n"])
     if found["decode"]:
         made["decode"] = tables.decode_table(found["decode"], found)
         words = "Tokens per second against the length of the context, for full attention and for methods that read a tenth of the cache"
-        made["speeds"] = "\n".join([picture("speed", words, "docs/pictures/"), wrapped(speed_sentence(found["decode"]), 150) + "\n"])
+        made["speeds"] = "\n".join([picture("speed", words, "docs/pictures/"), wrapped(speed_sentence(found["decode"], found), 150) + "\n"])
     made["scale"] = document and scale(document, share)
     made["example"] = found["text"] and example(found["text"])
     made["retrieval"] = found["questions-4096"] and retrieval(found["questions-4096"])

@@ -241,7 +241,7 @@ class Pages(unittest.TestCase):
         rows = [row | {"context": n, "method": method, "share": share, "tokens_per_s": rate}
                 for n, method, share, rate in ((3072, "full", None, 30.0), (8192, "full", None, 20.0), (8192, "wpq", 0.05, 40.0), (8192, "wpq", 0.1, 25.0))]
         document = {"rows": rows, "runs": [{"models": ["smollm2-135m"], "machine": "A, 2 threads, avx2", "program": "kvsmith", "rounds": 1}]}
-        self.assertIn("SmolLM2-135M on A, 2 threads, 8,192 positions, tokens per second: full attention 20; at 10% of the bytes `wpq` 25.", render.speed_sentence(document))
+        self.assertIn("SmolLM2-135M on A, 2 threads, 8,192 positions, tokens per second: full attention 20; at 10% of the bytes `wpq` 25 (1.2 times).", render.speed_sentence(document, {}))
         drawn = pictures.speeds(document, pictures.THEMES["light"])
         # Two marks of full attention, and the one of wpq at this share.
         self.assertIn(">wpq<", drawn)

@@ -31,7 +31,7 @@ fn script() -> String {
     // The same commands on less of everything.
     for (much, little) in [
         ("--uuid-tokens 8K", "--uuid-tokens 1K"),
-        ("--max-tokens 8K", "--max-tokens 4K"),
+        ("--max-tokens 40K", "--max-tokens 4K"),
         ("--context 32K", "--context 4K"),
         ("--work work", "--work work --verdict-tokens 4K"),
     ] {

@@ -75,7 +75,7 @@ pub fn recommendation(verdict: &Verdict) -> String {
         out += &paragraph(
             "",
             &format!(
-                "{mark}the setting that `run` uses without --method and --budget: in {:.0}% of the steps, it changes the most probable token (KL in nats)",
+                "{mark}the setting that `run` uses without --method and --budget: in {:.0}% of the steps, it changes the most probable token (the KL is in nats)",
                 100.0 * (1.0 - of.top1_equal)
             ),
         );

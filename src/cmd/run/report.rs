@@ -190,12 +190,12 @@ impl<'a, 'd> Conversation<'a, 'd> {
     fn gain(&self) -> Option<String> {
         let (own, full) = (self.step_s()?, self.full_step_s?);
         let verdict = match full / own {
-            ratio if ratio >= GAIN => format!(": {ratio:.2} times as long"),
-            ratio if ratio > 1.0 / GAIN => ": about as long, so nothing is gained here".to_owned(),
-            _ => ": less, so time is lost here".to_owned(),
+            ratio if ratio >= GAIN => format!(": it is {ratio:.2} times as fast"),
+            ratio if ratio > 1.0 / GAIN => ": about the same, so nothing is gained here".to_owned(),
+            _ => ": it is slower here".to_owned(),
         };
         Some(format!(
-            "at {} positions, a step takes {:.1} ms, and with full attention {:.1} ms{verdict}",
+            "at {} positions, a step takes {:.1} ms, with full attention {:.1} ms{verdict}",
             self.session.positions(),
             1e3 * own,
             1e3 * full
