@@ -17,8 +17,17 @@ const MANY: usize = 8192;
 
 /// A number with an unsigned integer key that sorts as `total_cmp` does.
 pub(super) trait Key: Copy + PartialOrd {
+    /// A number with its place: it sorts as the key, and for equal keys, a lower place is larger.
+    type Placed: Ord + Copy;
+
     /// Returns the key.
     fn key(self) -> u64;
+
+    /// Joins the number with its place.
+    fn placed(self, place: u32) -> Self::Placed;
+
+    /// Returns the place.
+    fn place(placed: Self::Placed) -> u32;
 
     /// Returns one bit per value for each bound, 64 bits to a word with the first value in the lowest bit: whether the
     /// value's key is at least the bound's.
@@ -28,6 +37,16 @@ pub(super) trait Key: Copy + PartialOrd {
 }
 
 impl Key for f64 {
+    type Placed = (u64, Reverse<u32>);
+
+    fn placed(self, place: u32) -> Self::Placed {
+        (self.key(), Reverse(place))
+    }
+
+    fn place((_, Reverse(place)): Self::Placed) -> u32 {
+        place
+    }
+
     fn key(self) -> u64 {
         let bits = self.to_bits() as i64;
         (bits ^ ((bits >> 63) as u64 >> 1) as i64) as u64 ^ 1 << 63
@@ -35,6 +54,17 @@ impl Key for f64 {
 }
 
 impl Key for f32 {
+    /// The key has 32 bits, which leaves room for the place: one comparison is enough.
+    type Placed = u64;
+
+    fn placed(self, place: u32) -> u64 {
+        self.key() | u64::from(!place)
+    }
+
+    fn place(placed: u64) -> u32 {
+        !(placed as u32)
+    }
+
     fn key(self) -> u64 {
         let bits = self.to_bits() as i32;
         u64::from((bits ^ ((bits >> 31) as u32 >> 1) as i32) as u32 ^ 1 << 31) << 32
@@ -111,10 +141,10 @@ pub(super) fn largest_mask<T: Key>(values: &[T], count: usize) -> Vec<u64> {
             .iter()
             .for_each(|i| take(close[*i as usize]));
     } else {
-        let key = |place: u32| (values[place as usize].key(), place);
-        let mut keys: Vec<(u64, u32)> = close.into_iter().map(key).collect();
-        keys.select_nth_unstable_by(need - 1, |a, b| b.0.cmp(&a.0).then(a.1.cmp(&b.1)));
-        keys[..need].iter().for_each(|(_, place)| take(*place));
+        let placed = |place: u32| values[place as usize].placed(place);
+        let mut close: Vec<T::Placed> = close.into_iter().map(placed).collect();
+        close.select_nth_unstable_by(need - 1, |a, b| b.cmp(a));
+        close[..need].iter().for_each(|placed| take(T::place(*placed)));
     }
     taken
 }
@@ -126,12 +156,14 @@ fn bounds<T: Key>(values: &[T], count: usize) -> [Option<T>; 2] {
     if values.len() < stride * LEAST_SAMPLED {
         return [None, None];
     }
-    let mut sample: Vec<T> = values.iter().step_by(stride).copied().collect();
+    let places = (0..values.len()).step_by(stride);
+    let mut sample: Vec<T::Placed> = places.map(|i| values[i].placed(i as u32)).collect();
     let expected = count / stride;
     // Four standard deviations of how many of the `count` values a random sample contains.
     let margin = 4 * expected.isqrt() + 1;
     let mut at = |rank: usize| {
-        (rank < sample.len()).then(|| *sample.select_nth_unstable_by_key(rank, |x| Reverse(x.key())).1)
+        let nth = (rank < sample.len()).then(|| *sample.select_nth_unstable_by(rank, |a, b| b.cmp(a)).1);
+        nth.map(|placed| values[T::place(placed) as usize])
     };
     [at(expected + margin), expected.checked_sub(margin).and_then(at)]
 }

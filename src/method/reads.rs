@@ -73,7 +73,21 @@ impl Reads {
 
     /// Adds items of `width` bytes of an array, at ascending places.
     pub fn items(&mut self, width: usize, places: impl IntoIterator<Item = usize>) {
-        self.spans(places.into_iter().map(|place| place * width..(place + 1) * width));
+        let each = self.granule / width.max(1);
+        if each * width != self.granule || !each.is_power_of_two() {
+            return self.spans(places.into_iter().map(|place| place * width..(place + 1) * width));
+        }
+        // No item lies in two granules. There may be as many items as candidates.
+        let shift = each.trailing_zeros();
+        let (mut items, mut granules, mut last) = (0, 0, usize::MAX);
+        for place in places {
+            let granule = place >> shift;
+            granules += usize::from(granule != last);
+            last = granule;
+            items += 1;
+        }
+        add(&mut self.index_bytes, items * width);
+        add(&mut self.moved_bytes, granules * self.granule);
     }
 
     /// Adds several parts of an array, in bytes from its start. They ascend and do not overlap.
