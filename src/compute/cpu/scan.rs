@@ -182,6 +182,14 @@ pub(super) fn with_scratch<R>(work: impl FnOnce(&mut ScanScratch) -> R) -> R {
 /// `scratch.out`.
 #[multiversion(targets("x86_64+avx512f", "x86_64+avx2+fma", "aarch64+neon"))]
 pub(super) fn scan(x: &[f32], rows: &[u32], panels: &Panels, scratch: &mut ScanScratch) {
+    if panels.ids.len() <= FEW {
+        return match_target! {
+            "x86_64+avx512f" => scan_few::<true>(x, rows, panels, scratch),
+            "x86_64+avx2+fma" => scan_few::<true>(x, rows, panels, scratch),
+            "aarch64+neon" => scan_few::<true>(x, rows, panels, scratch),
+            _ => scan_few::<false>(x, rows, panels, scratch),
+        };
+    }
     // Rows and lanes per tile: its scores, a line of its lanes and a value of a row fit into the vector registers.
     match_target! {
         "x86_64+avx512f" => scan_tiles::<12, 32, true>(x, rows, panels, scratch),
@@ -199,22 +207,10 @@ fn scan_tiles<const R: usize, const W: usize, const FMA: bool>(
     scratch: &mut ScanScratch,
 ) {
     let dim = panels.dim;
-    let tiles = rows.len().div_ceil(R);
     let ScanScratch { packed, lanes, out } = scratch;
-    packed.clear();
-    packed.resize(tiles * dim * R, 0.0);
-    for (tile, rows) in packed.chunks_exact_mut(dim * R).zip(rows.chunks(R)) {
-        for (r, &i) in rows.iter().enumerate() {
-            tile[r..]
-                .iter_mut()
-                .step_by(R)
-                .zip(row(x, i, dim))
-                .for_each(|(to, &v)| *to = v);
-        }
-    }
+    let packed = pack_rows::<R>(x, rows, dim, packed);
     lanes.clear();
-    lanes.resize(tiles * R, LaneBests::START);
-    let (packed, _) = packed.as_chunks::<R>();
+    lanes.resize(rows.len().next_multiple_of(R), LaneBests::START);
     for ((panel, bias), p) in panels.data.chunks_exact(dim).zip(&panels.biases).zip(0..) {
         for (tile, lanes) in packed.chunks_exact(dim).zip(lanes.chunks_exact_mut(R)) {
             for part in 0..PANEL / W {
@@ -230,6 +226,71 @@ fn scan_tiles<const R: usize, const W: usize, const FMA: bool>(
     // A loop, because a closure would not be compiled for the instruction set.
     for (out, lanes) in out.iter_mut().zip(lanes.iter()) {
         *out = lanes.finish(&panels.ids);
+    }
+}
+
+/// Copies the rows of `x` listed in `rows` to tiles of R rows, `[tiles, d, R]`; the last tile is padded with zeros.
+#[inline(always)]
+fn pack_rows<'p, const R: usize>(
+    x: &[f32],
+    rows: &[u32],
+    dim: usize,
+    packed: &'p mut Vec<f32>,
+) -> &'p [[f32; R]] {
+    packed.clear();
+    packed.resize(rows.len().div_ceil(R) * dim * R, 0.0);
+    for (tile, rows) in packed.chunks_exact_mut(dim * R).zip(rows.chunks(R)) {
+        for (r, &i) in rows.iter().enumerate() {
+            tile[r..]
+                .iter_mut()
+                .step_by(R)
+                .zip(row(x, i, dim))
+                .for_each(|(to, &v)| *to = v);
+        }
+    }
+    packed.as_chunks().0
+}
+
+/// The most centroids with which rows fill the lanes: most lanes of a panel would be padding.
+const FEW: usize = PANEL / 2;
+/// Rows per tile with few centroids.
+const FEW_ROWS: usize = 16;
+
+/// Computes [`scan`] for few centroids; a lane holds a row.
+#[inline(always)]
+fn scan_few<const FMA: bool>(x: &[f32], rows: &[u32], panels: &Panels, scratch: &mut ScanScratch) {
+    const R: usize = FEW_ROWS;
+    let dim = panels.dim;
+    let ScanScratch { packed, out, .. } = scratch;
+    let packed = pack_rows::<R>(x, rows, dim, packed);
+    out.clear();
+    out.resize(rows.len(), BestTwo::default());
+    for (tile, out) in packed.chunks_exact(dim).zip(out.chunks_mut(R)) {
+        let (mut best, mut second) = ([f32::NEG_INFINITY; R], [f32::NEG_INFINITY; R]);
+        let mut slots = [0u32; R];
+        for slot in 0..panels.ids.len() {
+            let mut scores = [panels.biases[0].0[slot]; R];
+            for (x, line) in tile.iter().zip(&panels.data) {
+                let c = line.0[slot];
+                for l in 0..R {
+                    scores[l] = multiply_add::<FMA>(x[l], c, scores[l]);
+                }
+            }
+            for l in 0..R {
+                let better = scores[l] > best[l];
+                let loser = if better { best[l] } else { scores[l] };
+                second[l] = if loser > second[l] { loser } else { second[l] };
+                best[l] = if better { scores[l] } else { best[l] };
+                slots[l] = if better { slot as u32 } else { slots[l] };
+            }
+        }
+        for (l, out) in out.iter_mut().enumerate() {
+            *out = BestTwo {
+                id: panels.ids.get(slots[l] as usize).copied().unwrap_or(0),
+                score: best[l],
+                second: second[l],
+            };
+        }
     }
 }
 
@@ -307,7 +368,14 @@ mod tests {
     #[test]
     fn every_tile_gives_the_same_bits() {
         let mut scratch = ScanScratch::default();
-        for (n, size, dim) in [(1, 1, 1), (25, 70, 5), (40, 33, 128)] {
+        for (n, size, dim) in [
+            (1, 1, 1),
+            (25, 70, 5),
+            (40, 33, 128),
+            (70, 16, 8),
+            (33, 5, 3),
+            (20, 17, 8),
+        ] {
             let (x, c) = (values(n * dim, 1), values(size * dim, 2));
             let panels = Panels::pack(&c, dim, 0, (0..size as u32).collect());
             let rows: Vec<u32> = (0..n as u32).rev().step_by(2).collect();
@@ -319,6 +387,10 @@ mod tests {
             assert_eq!(bits(&scratch), expected);
             scan_tiles::<12, 32, true>(&x, &rows, &panels, &mut scratch);
             assert_eq!(bits(&scratch), expected);
+            if size <= FEW {
+                scan_few::<true>(&x, &rows, &panels, &mut scratch);
+                assert_eq!(bits(&scratch), expected);
+            }
             // `scan` and `score` agree bit for bit on every instruction set.
             scan(&x, &rows, &panels, &mut scratch);
             for (&i, best) in rows.iter().zip(&scratch.out) {
