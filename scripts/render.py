@@ -271,14 +271,25 @@ def ratio_sentence(document, share):
 
 def question_sentence(document):
     """Say what share of the questions full attention and two methods answer."""
-    rows = {row["method"]: row for row in document["rows"] if row.get("needle_accuracy") is not None and row["form"] == ""}
+    rows = best_answers(document)
+    published = [row for row in rows if row["method"] in claims.PAPERS and not tables.is_buckets(row)]
+    named = {row["method"]: row for row in rows if not tables.is_buckets(row)}
+    each = [named["wpq"], *published[:1], *([named["selfindex"]] if published[0]["method"] != "selfindex" else [])]
 
-    def answered(method):
-        own = tables.scores(rows[method])
-        return percent(rows[method]["needle_accuracy"]) + tables.spread(intervals.mean_interval(own) if own else None, 1, 100)
+    def answered(row):
+        own = tables.scores(row)
+        best = ", the best of the published methods," if row is published[0] and len(each) > 2 else ""
+        return f"{tables.named(row)}{best} {percent(row['needle_accuracy'])}" + tables.spread(intervals.mean_interval(own) if own else None, 1, 100)
 
     return (f"Each of {document['questions']} questions asks for one of eight facts hidden in {document['length']:,} tokens. Full attention answers "
-            f"{percent(document['full_needle_accuracy'])}; at 10% of the bytes, `wpq` answers {answered('wpq')} and `selfindex` {answered('selfindex')}.")
+            f"{percent(document['full_needle_accuracy'])}; at 10% of the bytes, {listed([answered(row) for row in each])}.")
+
+
+def best_answers(document):
+    """Return for each method the row with the options that answer most, the best method first."""
+    rows = [row for row in document["rows"] if row.get("needle_accuracy") is not None]
+    best = [row for row, _ in tables.better(rows, lambda row: -row["needle_accuracy"])]
+    return sorted(best, key=lambda row: -row["needle_accuracy"])
 
 
 def example(document, share=0.1):
@@ -308,9 +319,7 @@ def scale(document, share):
 
 def retrieval(document):
     """Return what docs/eval.md says about questions: the share that each method answers."""
-    rows = sorted((row for row in document["rows"] if row["form"] in ("", claims.NO_BYPASS) and row["method"] in (*tables.EXAMPLE, "pqcache", "doublesparsity", "quest")
-                   and row.get("needle_accuracy") is not None), key=lambda row: -row["needle_accuracy"])
-    each = listed([f"`{row['method']}` {percent(row['needle_accuracy'])}" for row in rows])
+    each = listed([f"{tables.named(row)} {percent(row['needle_accuracy'])}" for row in best_answers(document) if row["method"] in (*tables.EXAMPLE, "pqcache", "quest")])
     name = f"questions-{document['length']}"
     return wrapped(f"On SmolLM2-135M at 10% of the bytes, of {document['questions']} questions on texts of {document['length']:,} tokens ([results](results/{name}.json)), full attention answers "
                    f"{percent(document['full_needle_accuracy'])}, {each}.") + "\n"
