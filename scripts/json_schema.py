@@ -9,7 +9,7 @@ import re
 TYPES = {"number": "number", "string": "string", "boolean": "boolean", "list": "array", "object": "object", "null": "null"}
 COMMON, FAILURE = "Every command", "A failure"
 ROW = re.compile(r"^\| `([^`]+)` \| ([^|]+) \| (.+) \|$", re.MULTILINE)
-DESCRIPTION = ("What kvsmith prints with --json: one document of one command. No key is required, since a document of a command that failed "
+DESCRIPTION = ("What kvsmith prints with --json: one document of one command. Of its keys, few are required, since a document of a command that failed "
                "has `error` instead of the command's keys. New keys may appear without notice.")
 
 

@@ -32,20 +32,16 @@ HEADER = """# What the methods lose
 
 All of this was measured on one model, SmolLM2-135M-Instruct: 135M parameters, 30 layers with 3 KV heads of 64 channels each,
 contexts of 2,048 to 8,192 tokens. **Nothing was measured on a model of 1B parameters or more, on heads of 128 channels, or beyond 8,192
-tokens**, which is where the papers measured: what is not reproduced here may hold there. Measure your own model with `kvsmith eval`
-or `kvsmith verdict`.
+tokens**, which is where the papers measured: what is not reproduced here may hold there.
 """
 
-READING = """How to read the tables: *KL* is how far the distribution of the next token is from that of full attention, the mean over the
-last steps of each block. *Same top token*: the most probable token is the same. *Perplexity
-ratio* is the perplexity of the text divided by that with full attention. *Read* is the share of the bytes of all visible keys and
-values that a step reads, index included; the keys that `topk` reads in order to rank are not counted. Intervals are 95%
-intervals from resamples of whole blocks or texts. Nothing was fitted to these texts, but nine forms of `wpq` were looked at on them while it was
-developed, so they favour it. A row has the options that lose least here: the defaults,
-or for `a2ats`, `selfindex`, `lfps`, `ctkvr`, `quest`, `pqcache` and `doublesparsity` options that were searched for on other text of 8,192 tokens. The last
-column is the loss with the defaults (of `lfps`, with those of its paper). `wpq` has its defaults. *Moved* counts whole granules of 64 bytes, the units in
-which memory moves. [dev/results.md](dev/results.md) has every form of every method, and
-[dev/replication.md](dev/replication.md) the texts and how to measure them again.
+READING = """*KL* is how far the distribution of the next token is from that of full attention, the mean over the last steps of each block.
+*Same top token*: the most probable token is the same. *Perplexity ratio*: the perplexity of the text divided by that with full attention. *Read*: the
+share of the bytes of all visible keys and values that a step reads, index included; the keys that `topk` reads in order to rank are not counted. *Moved*:
+the same in whole granules of 64 bytes, as memory moves them. Intervals are 95% intervals from resamples of whole blocks or texts. Nothing was fitted to
+these texts, but nine forms of `wpq` were looked at on them while it was developed, so they favour it. A row has the options that lose least here: the
+defaults, or options that were searched for on other text of 8,192 tokens; the last column is the loss with the defaults (of `lfps`, with those of its
+paper). [dev/results.md](dev/results.md) has every form, [dev/replication.md](dev/replication.md) the texts.
 """
 
 ALL_HEADER = """# All tables of results
@@ -100,6 +96,8 @@ claim says only that more reading loses less. [../methods.md](../methods.md) exp
 QUESTIONS = """Each text hides the secret codes of eight names and asks for all of them, one after the other (the task `turns` of
 `scripts/tasks.py`). Each method reads 10% of the bytes. The intervals resample the texts, not the questions.
 """
+# What the heading says on the user's page.
+ALL_READ = "Each method reads 10% of the bytes. "
 # How a question is fed.
 PROTOCOLS = {
     "decode": "The question is fed token by token, in decode steps, so that the method must find the answer for it.",
@@ -182,7 +180,7 @@ def results_page(found):
         if document := found[name]:
             fitted = "The artifact is that of the table above." if is_early(document) else calibration(document)
             parts += [f"## {document['questions']} questions about {document['length']:,} tokens, 10% of the bytes\n",
-                      f"{QUESTIONS} {fitted} Full attention answers {percent(document['full_needle_accuracy'])}.\n", tables.short_questions(document)]
+                      f"{QUESTIONS.replace(ALL_READ, '')} {fitted} Full attention answers {percent(document['full_needle_accuracy'])}.\n", tables.short_questions(document)]
     if found["claims"]:
         parts += ["## What the papers claim\n", CLAIMS_HERE, "<details><summary>The claims of the papers and how they fared</summary>\n", tables.claims_list(found), "</details>\n"]
     return wrapped("\n".join(parts)).rstrip("\n") + "\n"
@@ -200,12 +198,10 @@ def summary(found):
     for document in [found[name] for name in ("text", "long") if found[name] and not is_early(found[name])]:
         for share in tables.shares_of(document):
             rows = [row for row, _ in tables.chosen_rows(document, share)]
-            [exact], [ours], latest = ([row for row in rows if row["method"] == method] for method in ("topk", "wpq", "streaming"))
+            [exact], [ours] = ([row for row in rows if row["method"] == method] for method in ("topk", "wpq"))
             where = f"At {document['length']:,} tokens and {100 * share:.0f}% of the bytes"
-            said.append(f"{where}, `wpq` loses {ours['kl']:.4f} nats and chooses the top token of full attention in {percent(ours.get('top1_equal'))} of the steps. "
-                        f"An exact choice of the same bytes, whose ranking is not counted, loses {exact['kl']:.4f}. {ratio_sentence(document, share)}")
-            if latest and share == max(tables.shares_of(document)) and (worse := [tables.named(row) for row in rows if row["kl"] > latest[0]["kl"]]):
-                said.append(f"{where}, reading only the latest positions (`streaming`) loses {latest[0]['kl']:.4f} nats, less than {listed(worse)}.")
+            said.append(f"{where}, `wpq` loses {ours['kl']:.4f} nats (an exact choice of the same bytes: {exact['kl']:.4f}) and keeps the top token in "
+                        f"{percent(ours.get('top1_equal'))} of the steps. {ratio_sentence(document, share)}")
     for name in ("questions-4096", "questions-8192"):
         if document := found[name]:
             said.append(question_sentence(document))

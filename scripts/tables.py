@@ -142,21 +142,33 @@ def named(row):
 
 def short_table(document, share):
     """Return the user's table of losses at a share of the bytes."""
-    rows = []
-    for row, usual in chosen_rows(document, share):
+    rows, found = [], chosen_rows(document, share)
+    for row, usual in found[:ROWS]:
         rows.append([named(row), percent(row["bytes_read_fraction"]), percent(row.get("bytes_moved_fraction")), f"{row['kl']:.4f}" + spread(kl_interval(row), 4),
                      percent(row.get("top1_equal")), decimals("perplexity_ratio", 3)(row), decimals("kl", 4)(usual) if usual["kl"] != row["kl"] else ""])
-    return filled(["method", "read", "moved", "KL, nats (95%)", "same top token", "perplexity ratio", "KL with the defaults"], rows)
+    more = f"\nThese lose more: {', '.join(named(row) for row, _ in found[ROWS:])}.\n" if found[ROWS:] else ""
+    return filled(["method", "read", "moved", "KL, nats (95%)", "same top token", "perplexity ratio", "KL with the defaults"], rows) + more
+
+
+# Most rows of the user's tables of losses.
+ROWS = 10
+# Methods that answer less are named below the user's table of questions.
+FEW_ANSWERS = 0.05
 
 
 def short_questions(document):
     """Return the user's table of questions."""
-    rows = []
-    for row, _ in better([row for row in document["rows"] if row.get("needle_accuracy") is not None], lambda row: -row["needle_accuracy"]):
+    rows, few = [], []
+    found = better([row for row in document["rows"] if row.get("needle_accuracy") is not None], lambda row: -row["needle_accuracy"])
+    for row, _ in sorted(found, key=lambda each: -each[0]["needle_accuracy"]):
+        if row["needle_accuracy"] < FEW_ANSWERS:
+            few.append(named(row))
+            continue
         own = scores(row)
         ends = mean_interval(own) if own else (row.get("intervals") or {}).get("needle_accuracy")
-        rows.append((row["needle_accuracy"], [named(row), percent(row["bytes_read_fraction"]), percent(row["needle_accuracy"]) + spread(ends, 1, 100)]))
-    return grid(["method", "read", "answered (95%)"], [cells for _, cells in sorted(rows, key=lambda each: -each[0])])
+        rows.append([named(row), percent(row["bytes_read_fraction"]), percent(row["needle_accuracy"]) + spread(ends, 1, 100)])
+    rest = f"\nLess than {100 * FEW_ANSWERS:.0f}% with any of their options: {', '.join(few)}.\n" if few else ""
+    return grid(["method", "read", "answered (95%)"], rows) + rest
 
 
 # Methods of the worked example in docs/eval.md.

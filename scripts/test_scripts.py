@@ -237,11 +237,13 @@ class Pages(unittest.TestCase):
         self.assertNotIn(">quest<", made["loss-light.svg"])
 
     def test_speeds_are_compared_at_equal_bytes(self):
-        row = {"model": "smollm2-135m", "weights": "bf16", "program": "kvsmith", "rounds": [1.0]}
-        rows = [row | {"context": n, "method": method, "share": share, "tokens_per_s": rate}
+        row = {"model": "smollm2-135m", "weights": "bf16", "program": "kvsmith", "rounds": [1.0], "table": "long"}
+        rows = [row | {"context": n, "method": method, "share": share, "bytes_read_fraction": share, "budget": share, "tokens_per_s": rate}
                 for n, method, share, rate in ((3072, "full", None, 30.0), (8192, "full", None, 20.0), (8192, "wpq", 0.05, 40.0), (8192, "wpq", 0.1, 25.0))]
         document = {"rows": rows, "runs": [{"models": ["smollm2-135m"], "machine": "A, 2 threads, avx2", "program": "kvsmith", "rounds": 1}]}
         self.assertIn("SmolLM2-135M on A, 2 threads, 8,192 positions, tokens per second: full attention 20; at 10% of the bytes `wpq` 25 (1.2 times).", render.speed_sentence(document, {}))
+        losses = {"long": {"rows": [{"method": "wpq", "form": "", "share": 0.1, "budget": 0.1, "kl": 0.0027}]}}
+        self.assertIn("`wpq` 25 (1.2 times, KL 0.0027).", render.speed_sentence(document, losses))
         drawn = pictures.speeds(document, pictures.THEMES["light"])
         # Two marks of full attention, and the one of wpq at this share.
         self.assertIn(">wpq<", drawn)
@@ -276,7 +278,7 @@ class Pages(unittest.TestCase):
         self.assertIn("`pqcache`, because this program does not have it", text)
 
 
-class Pages(unittest.TestCase):
+class Reference(unittest.TestCase):
     def test_figures_of_the_gpu_are_in_its_tables(self):
         page = (render.ROOT / "docs/performance.md").read_text(encoding="utf-8")
         measured = (render.ROOT / "docs/dev/gpu.md").read_text(encoding="utf-8")

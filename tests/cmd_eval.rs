@@ -140,12 +140,18 @@ fn losses_alone_are_those_of_a_whole_measurement() {
             "{own}"
         );
     }
-    let input = "--methods topk --needles auto --losses-only";
-    kvsmith(&format!("eval --model {} {input}", checkpoint("llama_default"))).fails(
-        2,
-        "--losses-only",
-        "--needles",
+    let shown = kvsmith(&format!(
+        "eval {} --tokens {} {command} --losses-only",
+        model.files, model.tokens
+    ))
+    .ok()
+    .stdout;
+    assert!(
+        shown.contains("KL nats") && !shown.contains("recall") && !shown.contains("mass"),
+        "{shown}"
     );
+    let input = "--methods topk --needles auto --losses-only";
+    kvsmith(&format!("eval --model {} {input}", checkpoint("llama_default"))).fails(2, "--losses-only", "");
 }
 
 /// Recall, mass and output error of the last B candidates (`streaming`) at position `t` of KV head `c`.

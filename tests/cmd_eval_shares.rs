@@ -642,3 +642,23 @@ fn artifacts_are_held_against_each_other() {
         unknown.stderr
     );
 }
+
+/// In the first turn, the static set covers everything; the budget is found in the second.
+#[test]
+fn budgets_are_searched_where_a_conversation_is_long() {
+    let scratch = Scratch::new();
+    let turn = |prompt: usize, answer: usize, seed| json!({ "prompt_tokens": documents(&[prompt], seed)[0], "answer_tokens": documents(&[answer], seed + 1)[0] });
+    let line = json!({ "turns": [turn(20, 12, 1), turn(120, 8, 3)] });
+    let file = scratch.write("needles.jsonl", line.to_string());
+    let input = format!("--model {} --needles {file}", checkpoint(NAME));
+    let json = kvsmith(&format!(
+        "eval {input} --methods topk --reads 0.5 --sinks 1 --window 40 --json"
+    ))
+    .json();
+    let row = &rows(&json)[0];
+    let read = row["reads_sample"].as_f64().unwrap();
+    assert!(
+        row["budget"].is_number() && (read / 0.5 - 1.0).abs() < 0.05,
+        "{row}"
+    );
+}

@@ -113,7 +113,10 @@ fn a_run_takes_what_is_recommended() {
     let text = scratch.tokens("text.json", &documents(&[900, 900, 900], 4));
     let input =
         format!("--model {model} --tokens {text} --seq-len 900 --holdout 0.3 --size 64 --wrope-position 400");
-    let art = scratch.make("art", &format!("calibrate {input} --verdict-steps 24"));
+    let art = scratch.make(
+        "art",
+        &format!("calibrate {input} --verdict-steps 24 --verdict-kl 9"),
+    );
     let verdict = verdict_of(&art);
     for row in verdict.rows.iter().filter(|row| row.measured.is_some()) {
         let share = row.bytes_read_fraction / row.reads_target;
@@ -152,7 +155,9 @@ fn a_run_takes_what_is_recommended() {
     settings.push((json!("full"), json!(0.06)));
     let setting = (prefer["method"].clone(), prefer["budget"].clone());
     assert!(settings.contains(&setting), "{setting:?} of {settings:?}");
-    kvsmith(&format!("{run} --prefer time --method wpq")).fails(2, "--prefer", "--method");
+    let plain = format!("run --model {model} --artifact {art} --tokens {prompt} --prefer time");
+    kvsmith(&format!("{plain} --method wpq")).fails(2, "--prefer", "");
+    kvsmith(&format!("{plain} --tail")).fails(2, "tail", "--prefer");
     kvsmith(&format!("run --model {model} --tokens {prompt} --prefer time")).fails(
         2,
         "there is none",

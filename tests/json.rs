@@ -236,6 +236,9 @@ fn every_command_prints_what_the_page_says() {
             json(&format!(
                 "{eval} --tokens {many} --sinks 1 --window 2 --budgets 2"
             )),
+            json(&format!(
+                "{eval} --tokens {many} --sinks 1 --window 2 --budgets 2 --losses-only"
+            )),
             json(&format!("{eval} --needles {needles}")),
             json(&format!("{eval} --tokens {tokens} --budgets topk=2,wpq=3")),
         ],

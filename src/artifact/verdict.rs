@@ -282,13 +282,10 @@ impl Verdict {
 
     /// Lists, for each method with rows that lose at most this and pass the probe, the one that reads the fewest bytes.
     pub fn smallest_within(&self, kl: f64) -> impl Iterator<Item = (&MethodLoss, &Measured)> {
-        self.all_within(kl).filter(move |(row, _)| {
-            let same = self
-                .all_within(kl)
-                .filter(|(other, _)| other.method == row.method);
-            same.into_iter()
-                .all(|(other, _)| other.reads_target >= row.reads_target)
-        })
+        let is_smaller =
+            |of: &MethodLoss, row: &MethodLoss| of.method == row.method && of.reads_target < row.reads_target;
+        self.all_within(kl)
+            .filter(move |(row, _)| !self.all_within(kl).any(|(of, _)| is_smaller(of, row)))
     }
 
     /// Returns the row that a run without `--method` and `--budget` follows: the one within the limits, otherwise the

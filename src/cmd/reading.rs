@@ -138,7 +138,7 @@ impl Reading {
     }
 
     /// Chooses the type of the cache.
-    fn kv_type(&self, usual: Option<KvType>, device: &dyn Device) -> KvType {
+    pub(super) fn kv_type(&self, usual: Option<KvType>, device: &dyn Device) -> KvType {
         match self.kv {
             Some(Kv::F32) => KvType::F32,
             Some(Kv::F16) => KvType::F16,

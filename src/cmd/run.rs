@@ -82,8 +82,7 @@ pub struct Args {
     /// has one. Without a recommendation, or if only --method is given: 0.06
     #[arg(help_heading = "Method", long, value_name = "X", value_parser = parse_budget)]
     budget: Option<Budget>,
-    /// What counts among the recommended settings, those that lose at most what the artifact's limits allow; only
-    /// without --method and --budget
+    /// Which of the settings within the limits of the artifact's verdict to use; only without --method and --budget
     #[arg(help_heading = "Method", long, value_enum, value_name = "WHAT", default_value_t, conflicts_with_all = ["method", "budget", "compare"])]
     prefer: Prefer,
     /// Maximum number of tokens to generate (with --chat, per reply)
@@ -183,10 +182,19 @@ impl Choice {
                         .hint("add --device cpu, or give --method and --budget"),
                 );
             }
-            let found = fastest(verdict, artifact, ask.decoder, length, global)?;
+            if tail {
+                return Err(Error::usage("--prefer time cannot time a tail").hint("omit --tail or --prefer"));
+            }
+            let length = match args.chat {
+                // How long a conversation becomes is not known.
+                true => length.max(verdict.lengths().last().copied().unwrap_or_default()),
+                false => length,
+            };
+            let kv = args.reading.kv_type(KvType::parse(&verdict.kv), ask.device);
+            let found = fastest(verdict, artifact, &ask.decoder.config, length, kv, global)?;
             let said = found.text();
             return match found.row {
-                Some((row, of)) => Self::following(verdict, (row, of), tail, &said, log),
+                Some(row) => Self::following(verdict, row, tail, &said, log),
                 None => {
                     log.note(&format!("method: full; {said}"));
                     Ok(Self {
@@ -202,7 +210,7 @@ impl Choice {
         if let (None, None, Some(verdict)) = (args.method, args.budget, verdict)
             && let Some(found) = verdict.usual()
         {
-            return Self::following(verdict, found, tail, "", log);
+            return Self::following(verdict, found, tail, "as recommended by the artifact", log);
         }
         Ok(Self {
             method: args
@@ -215,12 +223,12 @@ impl Choice {
         })
     }
 
-    /// Follows a row of a verdict, and says so, with `more` about it.
+    /// Follows a row of a verdict, and says so, and why.
     fn following(
         verdict: &Verdict,
         (row, of): (&MethodLoss, &Measured),
         tail: bool,
-        more: &str,
+        why: &str,
         log: Log,
     ) -> Result<Self> {
         let named = Named::parse(&row.method).ok_or_else(|| {
@@ -234,13 +242,8 @@ impl Choice {
             Some(interval) => format!("KL {:.4}, at most {:.4}", of.kl, interval.kl[1]),
             None => format!("KL {:.4}, a guess", of.kl),
         };
-        let more = if more.is_empty() {
-            String::new()
-        } else {
-            format!("; {more}")
-        };
         log.note(&format!(
-            "method: {} with budget {}, as recommended by the artifact (reads {:.1}% of the bytes in bf16, {loss}{more}); use --method and --budget to choose others",
+            "method: {} with budget {}, {why} (reads {:.1}% of the bytes in bf16, {loss}); use --method and --budget to choose others",
             row.method,
             of.budget,
             100.0 * row.bytes_read_fraction,

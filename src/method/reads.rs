@@ -74,7 +74,7 @@ impl Reads {
     /// Adds items of `width` bytes of an array, at ascending places.
     pub fn items(&mut self, width: usize, places: impl IntoIterator<Item = usize>) {
         let each = self.granule / width.max(1);
-        if each * width != self.granule || !each.is_power_of_two() {
+        if each * width != self.granule {
             return self.spans(places.into_iter().map(|place| place * width..(place + 1) * width));
         }
         // No item lies in two granules. There may be as many items as candidates.

@@ -143,25 +143,6 @@ impl<'a> Evaluation<'a> {
         judged: bool,
         done: &mut dyn FnMut(Done),
     ) -> Result<()> {
-        self.turns(ids, turns, decode, judged, done)
-    }
-
-    /// Evaluates a block for what variants read alone: no choice is judged, and the reports have no metrics of choices.
-    ///
-    /// # Errors
-    /// As [`block`](Self::block).
-    pub fn sample(&mut self, ids: &[u32], turns: usize, decode: usize) -> Result<()> {
-        self.turns(ids, turns, decode, false, &mut |_| {})
-    }
-
-    fn turns(
-        &mut self,
-        ids: &[u32],
-        turns: usize,
-        decode: usize,
-        judged: bool,
-        done: &mut dyn FnMut(Done),
-    ) -> Result<()> {
         if ids.len() / turns.max(1) < 2 {
             return Err(
                 Error::failed("a turn has only one token, so there is nothing to decode")
@@ -189,6 +170,14 @@ impl<'a> Evaluation<'a> {
         }
         self.close(&fed);
         Ok(())
+    }
+
+    /// Evaluates a block for what variants read alone: no choice is judged, and the reports have no metrics of choices.
+    ///
+    /// # Errors
+    /// As [`block`](Self::block).
+    pub fn sample(&mut self, ids: &[u32], turns: usize, decode: usize) -> Result<()> {
+        self.block(ids, turns, decode, false, &mut |_| {})
     }
 
     /// Starts a block or a line of questions in every report.

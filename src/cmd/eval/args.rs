@@ -73,8 +73,8 @@ pub struct Args {
     /// Cut each block of text into this number of equal turns
     #[arg(help_heading = "Measurement", long, value_name = "N", default_value_t = 1, value_parser = parse_positive_count, conflicts_with = "needles")]
     pub(super) turns: usize,
-    /// Measure losses alone: without recall, mass and output error, for which every method also chooses along the
-    /// trajectory of full attention, a step takes about half the time
+    /// Leave out recall, mass and output error. They need every method to choose along the trajectory of full attention
+    /// too, which doubles the time of a step
     #[arg(help_heading = "Measurement", long, conflicts_with_all = ["per_head", "needles"])]
     pub(super) losses_only: bool,
     /// Also report each layer and KV head

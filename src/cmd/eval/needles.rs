@@ -354,14 +354,17 @@ impl NeedleLine {
         self.sample(evaluation, reader, usize::MAX)
     }
 
-    /// Asks the first questions of a conversation, as many as take `steps` decode steps; a single question whole.
+    /// Asks the first questions of a conversation, as many as take `steps` decode steps and half of its tokens; a single
+    /// question whole.
     pub(super) fn sample(&self, evaluation: &mut Evaluation, reader: Reader, steps: usize) -> Result<()> {
         match &self.questions {
             Questions::Conversation(turns) => {
-                let mut before = 0;
+                let (mut stepped, mut fed, half) = (0, 0, self.len() / 2);
                 let first = turns.iter().take_while(|turn| {
-                    let is_first = before < steps;
-                    before += turn.asking.question.len() + turn.answer.len().saturating_sub(1);
+                    let is_first = stepped < steps || fed < half;
+                    let decoded = turn.asking.question.len() + turn.answer.len();
+                    stepped += decoded.saturating_sub(1);
+                    fed += turn.asking.prompt.len() + decoded;
                     is_first
                 });
                 evaluation.conversation(&turns[..first.count()], &self.group)

@@ -21,7 +21,7 @@ const FLOOR: f64 = 1e-3;
 /// How well a round of a search measures.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Sample {
-    /// The first round, which only finds between which of many budgets the wanted one lies.
+    /// The first round, which finds between which of many budgets the wanted one lies, and which shares no budget reads.
     Rough,
     /// The later rounds.
     Fine,
@@ -56,6 +56,8 @@ struct Search {
     /// A budget that reads at least the target.
     high: Point,
     best: Point,
+    /// Whether `best` is of the first round, whose steps are too few for a result.
+    is_rough: bool,
     /// Whether the last guess came much closer to the target than the guess before.
     is_fast: bool,
     /// Number of guesses that read as much as a budget tried before.
@@ -78,6 +80,7 @@ impl Search {
             low,
             high,
             best: low,
+            is_rough: true,
             is_fast: true,
             repeats: 0,
         };
@@ -97,7 +100,7 @@ impl Search {
     }
 
     fn is_done(&self) -> bool {
-        !self.is_reachable() || self.repeats > 1 || self.miss(self.best) <= TOLERANCE
+        !self.is_reachable() || self.repeats > 1 || !self.is_rough && self.miss(self.best) <= TOLERANCE
     }
 
     /// Returns the next budget to try: where the line between both ends meets the target or, if lines converge too
@@ -112,7 +115,13 @@ impl Search {
     }
 
     fn take(&mut self, point: Point) {
-        let (before, now) = (self.miss(self.best), self.miss(point));
+        let before = if self.is_rough {
+            f64::INFINITY
+        } else {
+            self.miss(self.best)
+        };
+        let now = self.miss(point);
+        self.is_rough = false;
         let is_repeated = [self.low.share, self.high.share].contains(&point.share);
         self.repeats += usize::from(is_repeated);
         self.is_fast = (!self.is_fast || now < before / 2.0) && !is_repeated;

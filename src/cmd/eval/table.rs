@@ -45,9 +45,11 @@ const OFF: f64 = 0.05;
 /// Writes the rows as tables; `reads_key` is the key of the bytes that --reads counts, and `questions` says how questions
 /// were fed and what full attention answered, if some were asked.
 pub fn text(rows: &[Value], questions: Option<(Feeding, &Answers)>, reads_key: &str) -> String {
+    let has_choices = rows.iter().any(|row| row["recall"].is_number());
     let (main, details): (&[EvalColumn], &[EvalColumn]) = match questions {
         Some(_) => (&ON_NEEDLES, &DETAILS[..3]),
-        None => (&ON_TEXT, &DETAILS),
+        None if has_choices => (&ON_TEXT, &DETAILS),
+        None => (&ON_TEXT[..3], &DETAILS),
     };
     let (files, flags) = (values_of(rows, "artifact"), values_of(rows, "flags"));
     let place = |row| place(row, &files, &flags);
@@ -135,7 +137,7 @@ pub fn text(rows: &[Value], questions: Option<(Feeding, &Answers)>, reads_key: &
     if !files.is_empty() || !flags.is_empty() {
         out += "\n";
     }
-    out + "\n" + &legend(questions.is_some())
+    out + "\n" + &legend(questions.is_some(), has_choices)
 }
 
 /// What the columns mean that every table has.
@@ -174,10 +176,16 @@ const LOST: [(&str, &str); 6] = [
 /// What the columns on questions mean.
 const ANSWERED: [(&str, &str); 1] = [("answered", "share of the questions that were answered right")];
 
+/// The columns of choices, which `--losses-only` leaves out.
+const OF_CHOICES: [&str; 3] = ["recall", "mass", "error"];
+
 /// Explains the columns.
-fn legend(questions: bool) -> String {
+fn legend(questions: bool, has_choices: bool) -> String {
     let own = if questions { ANSWERED.as_slice() } else { &LOST };
-    let each = own.iter().chain(&READ);
+    let own = own
+        .iter()
+        .filter(|(name, _)| has_choices || !OF_CHOICES.contains(name));
+    let each = own.chain(&READ);
     each.map(|(name, text)| wrapped(&format!("{name:<9}{text}"), columns()) + "\n")
         .collect()
 }

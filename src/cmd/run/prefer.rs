@@ -1,5 +1,7 @@
 //! `run --prefer time`: of the settings that lose little enough, the one whose steps are fastest on this CPU.
 
+use std::collections::BTreeMap;
+
 use clap::{ValueEnum, builder::PossibleValue};
 
 use crate::artifact::{Artifact, Measured, MethodLoss, Verdict};
@@ -9,10 +11,10 @@ use crate::cmd::named::Named;
 use crate::error::{Error, Result};
 use crate::interrupt;
 use crate::kv::{Budget, KvType};
-use crate::method::bench::{CodeForm, TimedLayer};
+use crate::method::bench::{Bench, CodeForm, TimedLayer};
 use crate::method::registry::{FULL, MethodName};
 use crate::method::{Ranking, a2ats};
-use crate::model::Decoder;
+use crate::model::ModelConfig;
 
 /// Number of timed steps, of which the fastest counts: other work on the machine only makes a step slower.
 const RUNS: usize = 10;
@@ -40,50 +42,81 @@ impl ValueEnum for Prefer {
         Some(match self {
             Self::Bytes => PossibleValue::new("bytes").help("The setting that reads the fewest bytes"),
             Self::Time => PossibleValue::new("time")
-                .help("The setting whose steps are fastest on this CPU, which a few steps of each tell; full attention if none is faster"),
+                .help("The setting whose steps are fastest on this CPU: a few of each are timed first; full attention if none is faster"),
         })
     }
 }
 
-/// The fastest setting, with the seconds of its steps and of those of full attention.
+/// A row of a verdict with its measurements.
+type Row<'v> = (&'v MethodLoss, &'v Measured);
+
+/// The fastest setting, and the times that say so.
 pub struct Fastest<'v> {
-    /// The verdict's row; `None` if full attention is as fast.
-    pub row: Option<(&'v MethodLoss, &'v Measured)>,
+    /// The verdict's row; `None` for full attention.
+    pub row: Option<Row<'v>>,
     /// The length of the contexts that were timed.
-    pub context: usize,
+    context: usize,
     /// Seconds that attention takes in a step, the choice included: with the setting, and with full attention.
-    pub attention_s: [f64; 2],
+    attention_s: [f64; 2],
+    /// The methods within the limits that were timed, and those that cannot be.
+    methods: [Vec<String>; 2],
 }
 
-impl Fastest<'_> {
-    /// Says how long attention takes.
+impl<'v> Fastest<'v> {
+    /// Chooses among rows, each with the seconds of a step, or `None` if they cannot be timed.
+    fn among(rows: Vec<(Row<'v>, Option<f64>)>, full_s: f64, context: usize) -> Self {
+        let mut methods = [Vec::new(), Vec::new()];
+        let mut best: Option<(Row<'v>, f64)> = None;
+        for (row, seconds) in rows {
+            methods[usize::from(seconds.is_none())].push(row.0.method.clone());
+            if let Some(seconds) = seconds.filter(|s| *s < best.map_or(full_s, |(_, least)| least)) {
+                best = Some((row, seconds));
+            }
+        }
+        Self {
+            row: best.map(|(row, _)| row),
+            context,
+            attention_s: [best.map_or(full_s, |(_, seconds)| seconds), full_s],
+            methods,
+        }
+    }
+
+    /// Says why this setting.
     pub fn text(&self) -> String {
         let [own, full] = self.attention_s.map(|seconds| 1e3 * seconds);
-        let context = self.context;
-        match self.row {
+        let (context, [timed, untimed]) = (self.context, &self.methods);
+        let mut said = match self.row {
             Some(_) => format!(
-                "at {context} positions, its attention takes {own:.1} ms a step on this CPU, full attention {full:.1} ms"
+                "the fastest here within the artifact's limits: at {context} positions, its attention takes {own:.1} ms a step, and full attention {full:.1} ms"
             ),
+            None if timed.is_empty() => {
+                "no setting of the artifact that can be timed is within its limits".to_owned()
+            }
             None => format!(
-                "at {context} positions, none of the settings that lose little enough is faster on this CPU than full attention, which takes {full:.1} ms a step"
+                "at {context} positions, full attention takes {full:.1} ms a step, and none of the methods within the artifact's limits ({}) is faster here",
+                timed.join(", ")
             ),
+        };
+        if !untimed.is_empty() {
+            said += &format!("; not timed: {}", untimed.join(", "));
         }
+        said
     }
 }
 
 /// Times a step with every setting of a verdict that is within its limits, and with full attention, in a context of
-/// `length` positions.
+/// `length` positions and a cache of type `kv`.
 ///
 /// # Errors
 /// Heads that cannot be timed; a setting whose step fails; an interrupt.
 pub fn fastest<'v>(
     verdict: &'v Verdict,
     artifact: &Artifact,
-    decoder: &Decoder,
+    config: &ModelConfig,
     length: usize,
+    kv: KvType,
     global: &Global,
 ) -> Result<Fastest<'v>> {
-    let config = &decoder.config;
     if !config.head_dim.is_multiple_of(CHANNELS) {
         return Err(Error::usage(format!(
             "--prefer time cannot time heads of {} channels",
@@ -93,66 +126,71 @@ pub fn fastest<'v>(
     }
     let context = length.clamp(1, LONGEST);
     let timer = Timer {
-        heads: [config.n_kv_heads, config.group()],
-        head_dim: config.head_dim,
-        layers: config.windows.iter().filter(|window| window.is_none()).count(),
+        config,
         context,
         codewords: codewords(artifact),
-        kv: KvType::parse(&verdict.kv).unwrap_or(KvType::Bf16),
+        kv,
         seed: global.seed,
     };
+    let rows: Vec<Row> = verdict.smallest_within(verdict.limit()).collect();
+    if rows.is_empty() {
+        return Ok(Fastest::among(Vec::new(), f64::INFINITY, context));
+    }
     let full_s = timer.seconds(FULL, Budget::Fraction(1.0))?;
     let full_s = full_s.ok_or_else(|| Error::failed("internal: full attention is not timed"))?;
-    let mut best: Option<((&MethodLoss, &Measured), f64)> = None;
-    for (row, of) in verdict.smallest_within(verdict.limit()) {
-        interrupt::check()?;
-        let Some(named) = Named::parse(&row.method).filter(|named| !named.tail) else {
-            continue;
-        };
-        let Some(seconds) = timer.seconds(named.method, Budget::Fraction(of.budget))? else {
-            continue;
-        };
-        if best.is_none_or(|(_, least)| seconds < least) {
-            best = Some(((row, of), seconds));
-        }
+    let mut timed = Vec::new();
+    for row in rows {
+        let named = Named::parse(&row.0.method).filter(|named| !named.tail);
+        let seconds = named.map(|named| timer.seconds(named.method, Budget::Fraction(row.1.budget)));
+        timed.push((row, seconds.transpose()?.flatten()));
     }
-    let best = best.filter(|(_, seconds)| *seconds < full_s);
-    let own_s = best.map_or(full_s, |(_, seconds)| seconds);
-    Ok(Fastest {
-        row: best.map(|(row, _)| row),
-        context,
-        attention_s: [own_s, full_s],
-    })
+    Ok(Fastest::among(timed, full_s, context))
 }
 
-/// Returns the number of codewords per KV head of an artifact's section `a2ats`; without one, none are timed.
+/// Returns the number of codewords per KV head of an artifact's section `a2ats`; 1 without the section, whose method is not
+/// timed then.
 fn codewords(artifact: &Artifact) -> usize {
     let section = artifact.manifest.sections.get(a2ats::SECTION);
-    let size = section.and_then(|section| section.params.get("size")?.as_u64());
+    let size = section.and_then(|section| section.params.get("codebook_size")?.as_u64());
     size.map_or(1, |size| size as usize)
 }
 
 /// What all timed steps have in common.
-struct Timer {
-    /// KV heads, and query heads per KV head.
-    heads: [usize; 2],
-    head_dim: usize,
-    /// Layers that attend to all positions.
-    layers: usize,
+struct Timer<'a> {
+    config: &'a ModelConfig,
     context: usize,
     codewords: usize,
     kv: KvType,
     seed: u64,
 }
 
-impl Timer {
-    /// Returns the seconds of attention in a decode step, over all layers that attend to all positions; `None` if the
-    /// method cannot be timed.
+impl Timer<'_> {
+    /// Returns the seconds of attention in a decode step, over all layers; `None` if the method cannot be timed.
     fn seconds(&self, method: MethodName, budget: Budget) -> Result<Option<f64>> {
         let Some(bench) = method.bench() else {
             return Ok(None);
         };
-        let [kv_heads, group] = self.heads;
+        // The number of layers by the positions that they see.
+        let mut layers: BTreeMap<usize, usize> = BTreeMap::new();
+        for window in &self.config.windows {
+            let sees = window.map_or(self.context, |window| window.min(self.context));
+            *layers.entry(sees).or_default() += 1;
+        }
+        let mut sum = 0.0;
+        for (context, count) in layers {
+            sum += count as f64 * self.layer(context, method, bench, budget)?;
+        }
+        Ok(Some(sum))
+    }
+
+    /// Returns the seconds of a step in one layer that sees `context` positions.
+    fn layer(
+        &self,
+        context: usize,
+        method: MethodName,
+        bench: &'static dyn Bench,
+        budget: Budget,
+    ) -> Result<f64> {
         let caches = Caches {
             batch: vec![1],
             budget,
@@ -161,21 +199,64 @@ impl Timer {
         };
         let layer = TimedLayer {
             sequences: 1,
-            kv_heads,
-            head_dim: self.head_dim,
-            context: self.context,
-            codewords: caches.size,
+            kv_heads: self.config.n_kv_heads,
+            head_dim: self.config.head_dim,
+            context,
+            codewords: self.codewords,
             code: CodeForm::default(),
             ranking: Ranking::default(),
             seed: self.seed,
         };
-        let setting = LayerSetting::attending(&caches, layer, group, method, bench);
+        let setting = LayerSetting::attending(&caches, layer, self.config.group(), method, bench);
         let mut steps = CpuSteps::new(&setting)?;
         steps.run()?;
         let mut fastest = f64::INFINITY;
         for _ in 0..RUNS {
+            interrupt::check()?;
             fastest = steps.run()?.min(fastest);
         }
-        Ok(Some(self.layers as f64 * fastest))
+        Ok(fastest)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn row(method: &str) -> (MethodLoss, Measured) {
+        let none = Vec::<Vec<f64>>::new();
+        let measured = serde_json::json!({
+            "budget": 0.1, "kl": 0.01, "kl_median": 0.01, "kl_p99": 0.01, "top1_equal": 1.0, "perplexity_ratio": 1.0, "recall": 1.0,
+            "mass": 1.0, "output_error": 0.0, "index_bits_per_token": 0.0,
+            "heads": { "recall": none, "mass": none, "output_error": none },
+        });
+        let loss = serde_json::json!({ "method": method, "reads_target": 0.1, "bytes_read_fraction": 0.1 });
+        let loss: MethodLoss = serde_json::from_value(loss).expect("a row");
+        (loss, serde_json::from_value(measured).expect("measurements"))
+    }
+
+    #[test]
+    fn the_fastest_setting_is_taken_if_it_is_faster_than_full_attention() {
+        let rows = ["wpq", "selfindex", "doublesparsity"].map(row);
+        let among = |seconds: [Option<f64>; 3], full: f64| {
+            let timed = rows.iter().map(|(a, b)| (a, b)).zip(seconds).collect();
+            let found = Fastest::among(timed, full, 4096);
+            (found.row.map(|(row, _)| row.method.clone()), found.text())
+        };
+        let (method, said) = among([Some(2e-3), Some(1e-3), None], 3e-3);
+        assert_eq!(method.as_deref(), Some("selfindex"));
+        assert!(
+            said.contains("4096 positions")
+                && said.contains("takes 1.0 ms")
+                && said.contains("full attention 3.0 ms"),
+            "{said}"
+        );
+        assert!(said.ends_with("not timed: doublesparsity"), "{said}");
+        let (method, said) = among([Some(2e-3), Some(3e-3), None], 2e-3);
+        assert_eq!(method, None);
+        assert!(said.contains("(wpq, selfindex) is faster"), "{said}");
+        let (method, said) = among([None, None, None], 2e-3);
+        assert_eq!(method, None);
+        assert!(said.starts_with("no setting"), "{said}");
     }
 }
