@@ -109,7 +109,7 @@ of right answers in each.
 CLAIMS_HERE = """Each claim compares the losses of two ways of reading the cache, most of them at one budget, 6% of the positions of 2,048 tokens, where
 the two may read different shares of the bytes. It is *confirmed* if the first loses less, *not reproduced* if it loses more, and *undecided*
 otherwise, at 5% after the correction for the number of claims. That something loses *no more* can only be not refuted. [dev/results.md](dev/results.md#claims)
-has the figures, and the claims about kvsmith's own method. The artifact was fitted to other chapters of the measured works.
+has the figures, and the claims about kvsmith's own method.
 """
 # Tables of text: name, heading, and what they are about.
 TEXTS = (
@@ -182,7 +182,10 @@ def results_page(found):
             parts += [f"## {document['questions']} questions about {document['length']:,} tokens, 10% of the bytes\n",
                       f"{QUESTIONS.replace(ALL_READ, '')} {fitted} Full attention answers {percent(document['full_needle_accuracy'])}.\n", tables.short_questions(document)]
     if found["claims"]:
-        parts += ["## What the papers claim\n", CLAIMS_HERE, "<details><summary>The claims of the papers and how they fared</summary>\n", tables.claims_list(found), "</details>\n"]
+        fits = found["claims"].get("calibration", {}).values()
+        kinds = listed([NAMES[kind] for fit in fits for kind in fit["fitted"]]) if fits else "other chapters of the measured works"
+        fitted = f"The artifact was fitted to {kinds}."
+        parts += ["## What the papers claim\n", f"{CLAIMS_HERE.rstrip()} {fitted}\n", "<details><summary>The claims of the papers and how they fared</summary>\n", tables.claims_list(found), "</details>\n"]
     return wrapped("\n".join(parts)).rstrip("\n") + "\n"
 
 
