@@ -94,10 +94,8 @@ claim says only that more reading loses less. [../methods.md](../methods.md) exp
 """
 
 QUESTIONS = """Each text hides the secret codes of eight names and asks for all of them, one after the other (the task `turns` of
-`scripts/tasks.py`). Each method reads 10% of the bytes. The intervals resample the texts, not the questions.
+`scripts/tasks.py`). The intervals resample the texts, not the questions.
 """
-# What the heading says on the user's page.
-ALL_READ = "Each method reads 10% of the bytes. "
 # How a question is fed.
 PROTOCOLS = {
     "decode": "The question is fed token by token, in decode steps, so that the method must find the answer for it.",
@@ -158,11 +156,11 @@ def all_results_page(found):
             right = percent(document["full_needle_accuracy"])
             of_final = ", final text" if name.startswith("final") else ""
             easy = ", fed with the prompt" if document["protocol"] == "prefill" else ""
-            parts += [f"### {document['length']:,} tokens, {document['questions']} questions{easy}{of_final}\n",
+            parts += [f"### {document['length']:,} tokens, {document['questions']} questions{easy}{of_final}, 10% of the bytes\n",
                       f"{PROTOCOLS[document['protocol']]} {calibration(document)} Full attention answers {right}.\n", tables.question_table(document)]
     if document := found["tasks-4096"]:
         of_each = ", ".join(f"{percent(of['accuracy'])} of `{of['task']}`" for of in document["full_by_task"])
-        parts += [f"### {document['length']:,} tokens, {document['needles']} questions of other tasks\n", ONE_QUESTION,
+        parts += [f"### {document['length']:,} tokens, {document['needles']} questions of other tasks, 10% of the bytes\n", ONE_QUESTION,
                   f"Full attention answers {percent(document['full_needle_accuracy'])}: {of_each}.\n", tables.question_table(document)]
     return wrapped("\n".join(parts)).rstrip("\n") + "\n"
 
@@ -180,11 +178,12 @@ def results_page(found):
         if document := found[name]:
             fitted = "The artifact is that of the table above." if is_early(document) else calibration(document)
             parts += [f"## {document['questions']} questions about {document['length']:,} tokens, 10% of the bytes\n",
-                      f"{QUESTIONS.replace(ALL_READ, '')} {fitted} Full attention answers {percent(document['full_needle_accuracy'])}.\n", tables.short_questions(document)]
+                      f"{QUESTIONS} {fitted} Full attention answers {percent(document['full_needle_accuracy'])}.\n", tables.short_questions(document)]
     if found["claims"]:
         fits = found["claims"].get("calibration", {}).values()
-        kinds = listed([NAMES[kind] for fit in fits for kind in fit["fitted"]]) if fits else "other chapters of the measured works"
-        fitted = f"The artifact was fitted to {kinds}."
+        kinds = listed([NAMES[kind] for fit in fits for kind in fit["fitted"]])
+        # Stops if the table's own record says that the measured work was fitted.
+        fitted = f"The artifact was fitted to {kinds if fitted_to(found['claims']) == 'other works' else fitted_to(found['claims'])}."
         parts += ["## What the papers claim\n", f"{CLAIMS_HERE.rstrip()} {fitted}\n", "<details><summary>The claims of the papers and how they fared</summary>\n", tables.claims_list(found), "</details>\n"]
     return wrapped("\n".join(parts)).rstrip("\n") + "\n"
 
@@ -273,7 +272,7 @@ def question_sentence(document):
     rows = best_answers(document)
     published = [row for row in rows if row["method"] in claims.PAPERS and not tables.is_buckets(row)]
     named = {row["method"]: row for row in rows if not tables.is_buckets(row)}
-    each = [named["wpq"], *published[:1], *([named["selfindex"]] if published[0]["method"] != "selfindex" else [])]
+    each = [named["wpq"], published[0], *([named["selfindex"]] if published[0]["method"] != "selfindex" else [])]
 
     def answered(row):
         own = tables.scores(row)
@@ -318,7 +317,7 @@ def scale(document, share):
 
 def retrieval(document):
     """Return what docs/eval.md says about questions: the share that each method answers."""
-    each = listed([f"{tables.named(row)} {percent(row['needle_accuracy'])}" for row in best_answers(document) if row["method"] in (*tables.EXAMPLE, "pqcache", "quest")])
+    each = listed([f"{tables.named(row)} {percent(row['needle_accuracy'])}" for row in best_answers(document) if row["method"] in (*tables.EXAMPLE, "pqcache", "doublesparsity", "quest")])
     name = f"questions-{document['length']}"
     return wrapped(f"On SmolLM2-135M at 10% of the bytes, of {document['questions']} questions on texts of {document['length']:,} tokens ([results](results/{name}.json)), full attention answers "
                    f"{percent(document['full_needle_accuracy'])}, {each}.") + "\n"
@@ -341,8 +340,9 @@ def speed_sentence(document, found):
             "`streaming` keeps fixed positions, so the gap to it is roughly the cost of choosing.")
     drawn = {row["method"]: row for row in document["rows"] if (row["model"], row["weights"], row["context"]) == ("qwen3-0.6b", "bf16", 32768)}
     if drawn:
+        same = ", on the same CPU," if machine == next(run["machine"] for run in document["runs"] if "qwen3-0.6b" in run["models"]) else ""
         times = listed([f"{drawn[method]['tokens_per_s'] / drawn['full']['tokens_per_s']:.1f} times with `{method}`" for method in ("wpq", "selfindex")])
-        said += (f" A model in the shape of Qwen3-0.6B with random weights, on the same CPU, is faster at 32K positions if each step chooses {100 * drawn['wpq']['budget']:g}% of them: {times}; "
+        said += (f" A model in the shape of Qwen3-0.6B with random weights{same} is faster at 32K positions if each step chooses {100 * drawn['wpq']['budget']:g}% of them: {times}; "
                  "what is lost there is unmeasured.")
     return said
 

@@ -223,6 +223,7 @@ class Results(Lab):
     def claims(self):
         """Evaluate every part of a method that a claim is about, at the papers' usual budget."""
         corpus, artifact = self.of("python")
+        require_apart(self.fits, "python")
         text = self.tokens("claims", self.blocks("python", 2048, BLOCKS))
         moments = self.out / f"{corpus.name}-moments.safetensors"
         dump = self.dump(corpus)

@@ -10,14 +10,15 @@ mod model_on_cpu;
 mod model_step;
 mod prefill;
 mod product;
+mod quick;
 mod report;
 mod timed;
 
 use clap::Subcommand;
 
-pub(super) use cpu_step::{CpuSteps, bandwidth};
-pub(super) use layer_step::{Caches, LayerSetting};
+pub(super) use cpu_step::bandwidth;
 pub(super) use product::seconds;
+pub(super) use quick::{QuickLayer, RUNS};
 pub(super) use report::{free_bytes, random_matrix, random_points};
 
 use crate::cmd::args::Global;

@@ -1,5 +1,6 @@
 //! `kvsmith run`: generates text with exact or sparse attention, from one prompt or in turns.
 
+mod choice;
 mod compare;
 mod conversation;
 mod lines;
@@ -15,7 +16,7 @@ use super::named::{Named, NamedParser};
 use super::output;
 use super::reading::{Reading, in_full, parse_budget};
 use super::{device_for, open_model};
-use crate::artifact::{Artifact, Measured, MethodLoss, Verdict};
+use crate::artifact::Artifact;
 use crate::compute::device::Device;
 use crate::cuda::ROWS;
 use crate::cuda::backend::CudaBackend;
@@ -26,13 +27,14 @@ use crate::flags::{at_least_1, at_least_one, not_negative, parse_count, share, s
 use crate::kv::sample::{Sampler, Sampling};
 use crate::kv::{Budget, KvType};
 use crate::method::Method;
-use crate::method::registry::{FULL, MethodName, default_method};
+use crate::method::registry::{FULL, MethodName};
 use crate::model::Decoder;
 use crate::progress::Log;
 use crate::runner::{CpuBackend, Options, Session};
+use choice::{Ask, Choice};
 use compare::Comparison;
 use conversation::{Conversation, End, Reply};
-use prefer::{Prefer, fastest};
+use prefer::Prefer;
 use turns::Turns;
 
 /// Arguments of `run`.
@@ -139,130 +141,6 @@ impl Args {
         let files = files.chain(self.reading.artifact()).chain([&self.model]);
         files.map(PathBuf::as_path).collect()
     }
-}
-
-/// The budget of a run without `--budget`.
-const BUDGET: Budget = Budget::Fraction(0.06);
-
-/// How a run chooses what it reads.
-#[derive(Clone, Copy)]
-struct Choice {
-    method: MethodName,
-    tail: bool,
-    budget: Budget,
-    /// The type of the cache that the recommendation was measured with, if it was followed.
-    kv: Option<KvType>,
-    /// The length of the longest text that the recommendation was measured on, if it was followed and says so.
-    measured: Option<usize>,
-}
-
-impl Choice {
-    /// Names the method, with its tail if it has one.
-    fn name(self) -> String {
-        let Self { method, tail, .. } = self;
-        Named { method, tail }.to_string()
-    }
-
-    /// Returns what the flags ask for, or what the artifact's verdict recommends if they name neither method nor
-    /// budget. `length` is how long the context is expected to become.
-    fn of(args: &Args, ask: &Ask, length: usize, global: &Global) -> Result<Self> {
-        let (artifact, log) = (ask.artifact, global.log());
-        let tail = args.reading.tail() || args.method.is_some_and(|named| named.tail);
-        let verdict = artifact.and_then(|artifact| artifact.manifest.quality.methods.as_ref());
-        if args.prefer == Prefer::Time {
-            let found = verdict.and_then(|verdict| Some((artifact?, verdict)));
-            let (artifact, verdict) = found.ok_or_else(|| {
-                Error::usage("--prefer time chooses among the settings of a verdict, and there is none").hint(
-                    "give an --artifact that `calibrate` made, or add a verdict to it with `kvsmith verdict`",
-                )
-            })?;
-            if ask.device.cuda().is_some() {
-                return Err(
-                    Error::usage("--prefer time measures the CPU, and the model runs on a GPU")
-                        .hint("add --device cpu, or give --method and --budget"),
-                );
-            }
-            if tail {
-                return Err(Error::usage("--prefer time cannot time a tail").hint("omit --tail or --prefer"));
-            }
-            let length = match args.chat {
-                // How long a conversation becomes is not known.
-                true => length.max(verdict.lengths().last().copied().unwrap_or_default()),
-                false => length,
-            };
-            let kv = args.reading.kv_type(KvType::parse(&verdict.kv), ask.device);
-            let found = fastest(verdict, artifact, &ask.decoder.config, length, kv, global)?;
-            let said = found.text();
-            return match found.row {
-                Some(row) => Self::following(verdict, row, tail, &said, log),
-                None => {
-                    log.note(&format!("method: full; {said}"));
-                    Ok(Self {
-                        method: FULL,
-                        tail: false,
-                        budget: BUDGET,
-                        kv: KvType::parse(&verdict.kv),
-                        measured: None,
-                    })
-                }
-            };
-        }
-        if let (None, None, Some(verdict)) = (args.method, args.budget, verdict)
-            && let Some(found) = verdict.usual()
-        {
-            return Self::following(verdict, found, tail, "as recommended by the artifact", log);
-        }
-        Ok(Self {
-            method: args
-                .method
-                .map_or_else(|| default_method(artifact), |named| named.method),
-            tail,
-            budget: args.budget.unwrap_or(BUDGET),
-            kv: None,
-            measured: None,
-        })
-    }
-
-    /// Follows a row of a verdict, and says so, and why.
-    fn following(
-        verdict: &Verdict,
-        (row, of): (&MethodLoss, &Measured),
-        tail: bool,
-        why: &str,
-        log: Log,
-    ) -> Result<Self> {
-        let named = Named::parse(&row.method).ok_or_else(|| {
-            Error::failed(format!(
-                "the artifact recommends method `{}`, which this version does not know",
-                row.method
-            ))
-            .hint("give --method, or use the version of kvsmith that made the artifact")
-        })?;
-        let loss = match &of.intervals {
-            Some(interval) => format!("KL {:.4}, at most {:.4}", of.kl, interval.kl[1]),
-            None => format!("KL {:.4}, a guess", of.kl),
-        };
-        log.note(&format!(
-            "method: {} with budget {}, {why} (reads {:.1}% of the bytes in bf16, {loss}); use --method and --budget to choose others",
-            row.method,
-            of.budget,
-            100.0 * row.bytes_read_fraction,
-        ));
-        Ok(Self {
-            method: named.method,
-            tail: tail || named.tail,
-            budget: Budget::Fraction(of.budget),
-            kv: KvType::parse(&verdict.kv),
-            measured: verdict.lengths().last().copied(),
-        })
-    }
-}
-
-/// What a choice depends on besides the flags.
-struct Ask<'a> {
-    artifact: Option<&'a Artifact>,
-    decoder: &'a Decoder,
-    device: &'a dyn Device,
 }
 
 /// Generated positions for which caches on the CPU reserve room; they grow when it is used up.

@@ -229,6 +229,31 @@ mod tests {
         }
     }
 
+    /// The first round measures with few steps, and is off; it must not decide.
+    #[test]
+    fn rough_shares_are_no_results() {
+        let reads = |budget: f64| 0.02 + 0.98 * budget;
+        for off in [0.95, 1.0, 1.05] {
+            let mut fine = Vec::new();
+            let found = find(1, &[0.1, 0.18], &mut |budgets, sample| {
+                let shares: Vec<f64> = budgets.iter().map(|(_, budget)| reads(budget.value())).collect();
+                if sample == Sample::Rough {
+                    return Ok(shares.iter().map(|share| off * share).collect());
+                }
+                fine.extend(&shares);
+                Ok(shares)
+            });
+            for found in found.expect("no error") {
+                assert!(fine.contains(&found.share), "{found:?}");
+                assert!(
+                    (found.share / found.target - 1.0).abs() <= TOLERANCE,
+                    "{off}: {found:?}"
+                );
+                assert_eq!(reads(found.budget.expect("a budget").value()), found.share);
+            }
+        }
+    }
+
     /// A method that ranks whole lists reads the same share with all small budgets.
     #[test]
     fn shares_are_met_above_a_flat_start() {

@@ -7,12 +7,9 @@ use serde_json::{Value, json};
 
 use super::line::Line;
 use crate::cmd::args::Global;
-use crate::cmd::bench::{Caches, CpuSteps, LayerSetting, bandwidth, free_bytes};
+use crate::cmd::bench::{QuickLayer, RUNS, bandwidth, free_bytes};
 use crate::error::Result;
-use crate::interrupt;
 use crate::kv::{Budget, KvType};
-use crate::method::Ranking;
-use crate::method::bench::{CodeForm, TimedLayer};
 use crate::method::registry::MethodName;
 use crate::model::{ModelConfig, Sizes};
 use crate::progress::size;
@@ -21,8 +18,6 @@ use crate::progress::size;
 const METHODS: [&str; 5] = ["a2ats", "selfindex", "lfps", "ctkvr", "wpq"];
 /// Contexts at which steps are timed.
 const CONTEXTS: [usize; 2] = [4096, 16_384];
-/// Number of timed steps, of which the fastest counts: other work on the machine only makes a step slower.
-const RUNS: usize = 10;
 /// A method pays if a step with full attention takes at least this many times as long.
 const PAYS: f64 = 1.1;
 /// The longest context that is reported.
@@ -113,7 +108,7 @@ impl Serving {
         };
         if let Some(codewords) = codewords
             && full > 0
-            && config.head_dim.is_multiple_of(32)
+            && QuickLayer::can_be_timed(config)
         {
             let weights_s = weights_bytes as f64 / (1e9 * bandwidth(RUNS));
             serving.weights_s = Some(weights_s);
@@ -213,40 +208,26 @@ fn timed(
     weights_s: f64,
     global: &Global,
 ) -> Result<Vec<Timed>> {
-    let caches = Caches {
-        batch: vec![1],
-        budget: Budget::Fraction(0.06),
-        kv: KvType::Bf16,
-        size: codewords,
-    };
     let mut lines = Vec::new();
-    for name in ["full"].into_iter().chain(METHODS) {
-        let method = MethodName::from_str(name, false).ok();
-        let Some((method, bench)) = method.and_then(|method| Some((method, method.bench()?))) else {
+    'methods: for name in ["full"].into_iter().chain(METHODS) {
+        let Ok(method) = MethodName::from_str(name, false) else {
             continue;
         };
         let (mut times, mut index) = ([0.0; 2], 0);
         for (time, context) in times.iter_mut().zip(CONTEXTS) {
-            interrupt::check()?;
-            let layer = TimedLayer {
-                sequences: 1,
-                kv_heads: config.n_kv_heads,
-                head_dim: config.head_dim,
+            let layer = QuickLayer {
+                config,
                 context,
-                codewords: caches.size,
-                code: CodeForm::default(),
-                ranking: Ranking::default(),
+                codewords,
+                budget: Budget::Fraction(0.06),
+                kv: KvType::Bf16,
                 seed: global.seed,
             };
-            let setting = LayerSetting::attending(&caches, layer, config.group(), method, bench);
-            let mut steps = CpuSteps::new(&setting)?;
-            steps.run()?;
-            let mut fastest = f64::INFINITY;
-            for _ in 0..RUNS {
-                fastest = steps.run()?.min(fastest);
-            }
-            *time = layers as f64 * fastest;
-            index = layers * steps.index_bytes() / context;
+            let Some(step) = layer.fastest(method)? else {
+                continue 'methods;
+            };
+            *time = layers as f64 * step.seconds;
+            index = layers * step.index_bytes / context;
         }
         let line = Line::through(CONTEXTS.map(|n| n as f64), times);
         lines.push((name, times, index, line));

@@ -2,9 +2,10 @@
 
 use serde_json::{Value, json};
 
+use super::choice::{BUDGET, Choice};
 use super::conversation::Conversation;
 use super::turns::{Turn, Turns};
-use super::{Args, BUDGET, Choice, open_session};
+use super::{Args, open_session};
 use crate::artifact::{Artifact, Verdict};
 use crate::cmd::args::Global;
 use crate::cmd::named::Named;

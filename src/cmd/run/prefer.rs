@@ -6,20 +6,15 @@ use clap::{ValueEnum, builder::PossibleValue};
 
 use crate::artifact::{Artifact, Measured, MethodLoss, Verdict};
 use crate::cmd::args::Global;
-use crate::cmd::bench::{Caches, CpuSteps, LayerSetting};
+use crate::cmd::bench::QuickLayer;
 use crate::cmd::named::Named;
 use crate::error::{Error, Result};
-use crate::interrupt;
 use crate::kv::{Budget, KvType};
-use crate::method::bench::{Bench, CodeForm, TimedLayer};
+use crate::method::a2ats;
 use crate::method::registry::{FULL, MethodName};
-use crate::method::{Ranking, a2ats};
+
 use crate::model::ModelConfig;
 
-/// Number of timed steps, of which the fastest counts: other work on the machine only makes a step slower.
-const RUNS: usize = 10;
-/// Only heads whose channels are a multiple of this can be timed.
-const CHANNELS: usize = 32;
 /// The longest context that is timed; beyond it, all methods are compared at this length.
 const LONGEST: usize = 32_768;
 
@@ -117,7 +112,7 @@ pub fn fastest<'v>(
     kv: KvType,
     global: &Global,
 ) -> Result<Fastest<'v>> {
-    if !config.head_dim.is_multiple_of(CHANNELS) {
+    if !QuickLayer::can_be_timed(config) {
         return Err(Error::usage(format!(
             "--prefer time cannot time heads of {} channels",
             config.head_dim
@@ -127,7 +122,7 @@ pub fn fastest<'v>(
     let context = length.clamp(1, LONGEST);
     let timer = Timer {
         config,
-        context,
+        length: context,
         codewords: codewords(artifact),
         kv,
         seed: global.seed,
@@ -158,7 +153,8 @@ fn codewords(artifact: &Artifact) -> usize {
 /// What all timed steps have in common.
 struct Timer<'a> {
     config: &'a ModelConfig,
-    context: usize,
+    /// The length of the context.
+    length: usize,
     codewords: usize,
     kv: KvType,
     seed: u64,
@@ -167,55 +163,28 @@ struct Timer<'a> {
 impl Timer<'_> {
     /// Returns the seconds of attention in a decode step, over all layers; `None` if the method cannot be timed.
     fn seconds(&self, method: MethodName, budget: Budget) -> Result<Option<f64>> {
-        let Some(bench) = method.bench() else {
-            return Ok(None);
-        };
         // The number of layers by the positions that they see.
         let mut layers: BTreeMap<usize, usize> = BTreeMap::new();
         for window in &self.config.windows {
-            let sees = window.map_or(self.context, |window| window.min(self.context));
+            let sees = window.map_or(self.length, |window| window.min(self.length));
             *layers.entry(sees).or_default() += 1;
         }
         let mut sum = 0.0;
         for (context, count) in layers {
-            sum += count as f64 * self.layer(context, method, bench, budget)?;
+            let layer = QuickLayer {
+                config: self.config,
+                context,
+                codewords: self.codewords,
+                budget,
+                kv: self.kv,
+                seed: self.seed,
+            };
+            let Some(step) = layer.fastest(method)? else {
+                return Ok(None);
+            };
+            sum += count as f64 * step.seconds;
         }
         Ok(Some(sum))
-    }
-
-    /// Returns the seconds of a step in one layer that sees `context` positions.
-    fn layer(
-        &self,
-        context: usize,
-        method: MethodName,
-        bench: &'static dyn Bench,
-        budget: Budget,
-    ) -> Result<f64> {
-        let caches = Caches {
-            batch: vec![1],
-            budget,
-            kv: self.kv,
-            size: self.codewords,
-        };
-        let layer = TimedLayer {
-            sequences: 1,
-            kv_heads: self.config.n_kv_heads,
-            head_dim: self.config.head_dim,
-            context,
-            codewords: self.codewords,
-            code: CodeForm::default(),
-            ranking: Ranking::default(),
-            seed: self.seed,
-        };
-        let setting = LayerSetting::attending(&caches, layer, self.config.group(), method, bench);
-        let mut steps = CpuSteps::new(&setting)?;
-        steps.run()?;
-        let mut fastest = f64::INFINITY;
-        for _ in 0..RUNS {
-            interrupt::check()?;
-            fastest = steps.run()?.min(fastest);
-        }
-        Ok(fastest)
     }
 }
 

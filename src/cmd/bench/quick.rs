@@ -1,0 +1,85 @@
+//! A few decode steps of one layer of a model, for estimates that must not take long.
+
+use super::cpu_step::CpuSteps;
+use super::layer_step::{Caches, LayerSetting};
+use crate::error::Result;
+use crate::interrupt;
+use crate::kv::{Budget, KvType};
+use crate::method::Ranking;
+use crate::method::bench::{CodeForm, TimedLayer};
+use crate::method::registry::MethodName;
+use crate::model::ModelConfig;
+
+/// Only heads whose channels are a multiple of this can be timed.
+const CHANNELS: usize = 32;
+/// Number of timed steps, of which the fastest counts: other work on the machine only makes a step slower.
+pub const RUNS: usize = 10;
+
+/// A layer whose cache has random rows.
+pub struct QuickLayer<'a> {
+    /// The model that has such layers.
+    pub config: &'a ModelConfig,
+    /// Positions that the layer sees.
+    pub context: usize,
+    /// Codewords per KV head for method a2ats.
+    pub codewords: usize,
+    /// How much a step chooses.
+    pub budget: Budget,
+    /// Type of the cache.
+    pub kv: KvType,
+    /// Seed of the rows.
+    pub seed: u64,
+}
+
+/// The fastest of a few steps.
+pub struct QuickStep {
+    /// Its seconds, choice and attention.
+    pub seconds: f64,
+    /// Bytes of the index.
+    pub index_bytes: usize,
+}
+
+impl QuickLayer<'_> {
+    /// Tells whether layers of a model can be timed.
+    pub fn can_be_timed(config: &ModelConfig) -> bool {
+        config.head_dim.is_multiple_of(CHANNELS)
+    }
+
+    /// Times a method with default parameters on the CPU; `None` if it has no benchmark.
+    ///
+    /// # Errors
+    /// A step that fails; an interrupt.
+    pub fn fastest(&self, method: MethodName) -> Result<Option<QuickStep>> {
+        let Some(bench) = method.bench() else {
+            return Ok(None);
+        };
+        let caches = Caches {
+            batch: vec![1],
+            budget: self.budget,
+            kv: self.kv,
+            size: self.codewords,
+        };
+        let layer = TimedLayer {
+            sequences: 1,
+            kv_heads: self.config.n_kv_heads,
+            head_dim: self.config.head_dim,
+            context: self.context,
+            codewords: self.codewords,
+            code: CodeForm::default(),
+            ranking: Ranking::default(),
+            seed: self.seed,
+        };
+        let setting = LayerSetting::attending(&caches, layer, self.config.group(), method, bench);
+        interrupt::check()?;
+        let mut steps = CpuSteps::new(&setting)?;
+        steps.run()?;
+        let mut seconds = f64::INFINITY;
+        for _ in 0..RUNS {
+            seconds = steps.run()?.min(seconds);
+        }
+        Ok(Some(QuickStep {
+            seconds,
+            index_bytes: steps.index_bytes(),
+        }))
+    }
+}
