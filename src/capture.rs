@@ -52,7 +52,7 @@ impl<'a> Capture<'a> {
         tap: &mut dyn FnMut(Range<usize>, &States) -> Result<()>,
     ) -> Result<()> {
         let layer = self.layers.open(self.next_layer)?;
-        let last = self.next_layer + 1 == self.layers.decoder().config.n_layers;
+        let last = self.next_layer + 1 == self.layers.decoder().config.n_layers();
         for b in 0..self.corpus.n_blocks() {
             interrupt::check()?;
             let rows = self.corpus.block(b);

@@ -131,7 +131,7 @@ fn other_sizes_are_refused_in_every_section() {
             for name in METHODS {
                 let ask = Ask {
                     artifact: Some(&crafted),
-                    rope: &decoder.rope,
+                    ropes: &decoder.ropes,
                     sizes: decoder.config.sizes(),
                     params: &MethodParams::default(),
                     seed: 0,
@@ -157,7 +157,7 @@ fn only_codebooks_without_buckets_have_a_gpu_index() {
         let artifact = Artifact::open(art.as_ref(), SECTIONS).unwrap();
         let ask = Ask {
             artifact: Some(&artifact),
-            rope: &decoder.rope,
+            ropes: &decoder.ropes,
             sizes: decoder.config.sizes(),
             params: &MethodParams::default(),
             seed: 0,

@@ -260,7 +260,7 @@ fn states(model: &str, blocks: &[Vec<u32>]) -> Vec<[Array3<f32>; 3]> {
             concatenate(Axis(1), &all).unwrap()
         })
     };
-    (0..decoder.config.n_layers).map(layer).collect()
+    (0..decoder.config.n_layers()).map(layer).collect()
 }
 
 #[test]

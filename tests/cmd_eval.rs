@@ -224,7 +224,7 @@ fn metrics_are_those_of_the_definition() {
             let mut sums = [0.0; 3];
             for (ids, states) in model.documents.iter().zip(&all) {
                 for t in ids.len() - 10..ids.len() {
-                    let one = naive(&states[layer], kv, t, c.windows[layer], budget);
+                    let one = naive(&states[layer], kv, t, c.blocks[layer].window, budget);
                     sums.iter_mut().zip(one).for_each(|(s, x)| *s += x / 20.0);
                 }
             }
@@ -511,7 +511,7 @@ fn recall_is_that_of_a_choice_along_the_full_trajectory() {
                 expected
                     .iter_mut()
                     .zip(own)
-                    .for_each(|(e, x)| *e += x / c.n_layers as f64);
+                    .for_each(|(e, x)| *e += x / c.n_layers() as f64);
             }
             for (i, (turn, expected)) in row["by_turn"]
                 .as_array()

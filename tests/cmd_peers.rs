@@ -121,7 +121,7 @@ fn statistics_are_those_of_the_kept_rows() {
         let dump = Dump::open(&[&dump]).unwrap();
         let kept: Vec<usize> = (0..dump.n).filter(|row| dump.kept[*row]).collect();
         assert_eq!(kept.len() < dump.n, holdout > 0.0);
-        let (sizes, rope) = (dump.sizes, dump.origin.model.rope());
+        let (sizes, ropes) = (dump.sizes, dump.origin.model.ropes());
         let (r, d) = (sizes.n_heads / sizes.n_kv_heads, sizes.head_dim);
         let position = |row: usize| {
             let starts = dump.corpus.block_start.iter().map(|start| *start as usize);
@@ -138,7 +138,7 @@ fn statistics_are_those_of_the_kept_rows() {
                     for row in &kept {
                         let turned = |x: &ndarray::Array2<f32>| {
                             let (mut x, p) = (x.row(*row).to_vec(), position(*row));
-                            rope.table(p..p + 1).rotate(&mut x, 0);
+                            ropes.of(layer).table(p..p + 1).rotate(&mut x, 0);
                             x
                         };
                         let (q, k) = (turned(&queries), turned(&keys));

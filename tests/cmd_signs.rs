@@ -60,7 +60,7 @@ fn the_section_is_what_its_definition_says() {
         assert_eq!(artifact.manifest.sections["sign"].params["center"], json!(center));
         let dump = Dump::open(&[&dump]).unwrap();
         let (l, g, d) = (dump.sizes.n_layers, dump.sizes.n_kv_heads, dump.sizes.head_dim);
-        let rope = dump.origin.model.rope();
+        let ropes = dump.origin.model.ropes();
         let stored = |tensor: &str, shape: &[usize]| artifact.store.read::<f32>(tensor, shape).unwrap();
         let centroid: Vec<f16> = artifact
             .store
@@ -103,7 +103,10 @@ fn the_section_is_what_its_definition_says() {
                     .iter()
                     .map(|i| {
                         let mut key = keys.index_axis(Axis(0), *i).to_vec();
-                        rope.table(i - start..i - start + 1).rotate(&mut key, 0);
+                        ropes
+                            .of(at / g)
+                            .table(i - start..i - start + 1)
+                            .rotate(&mut key, 0);
                         key
                     })
                     .collect();

@@ -42,7 +42,10 @@ fn combined(weights: &[f64], rows: &[&Row]) -> Row {
 /// Reads the blocks of a KV head.
 fn blocks(dump: &Dump, layer: usize, kv_head: usize) -> Vec<Block> {
     let r = dump.sizes.n_heads / dump.sizes.n_kv_heads;
-    let (states, rope) = (dump.layer(layer).unwrap(), dump.origin.model.rope());
+    let (states, rope) = (
+        dump.layer(layer).unwrap(),
+        dump.origin.model.ropes().of(layer).clone(),
+    );
     let read = |state, head| states.read(state, head, 0, dump.n).unwrap();
     let wide = |row: &[f32]| row.iter().map(|v| f64::from(*v)).collect::<Row>();
     let (keys, values) = (read(State::KPre, kv_head), read(State::V, kv_head));

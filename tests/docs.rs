@@ -134,7 +134,7 @@ fn python_reads((positions, center): (&str, &str)) {
     let inv_freq: Vec<f64> = (0..d / 2)
         .map(|i| theta.powf(-2.0 * i as f64 / d as f64))
         .collect();
-    let table = decoder.rope.table(0..ids.len());
+    let table = decoder.ropes.of(0).table(0..ids.len());
     let (k_rope, q_rope) = (rotated(&states.k_pre, &table), rotated(&states.q_pre, &table));
     let keys_rope = k_rope.slice(s![0, ..40, ..]);
     // A query of each head of the first group.
@@ -159,7 +159,7 @@ fn python_reads((positions, center): (&str, &str)) {
     let answer: Value = serde_json::from_slice(&output.stdout).unwrap();
 
     let artifact = Artifact::open(&art, SECTIONS).unwrap();
-    let codebooks = Codebooks::load(&artifact, &decoder.rope).unwrap();
+    let codebooks = Codebooks::load(&artifact, &decoder.ropes).unwrap();
     let head = codebooks.head(0, 0);
     let codes = head.encode(keys);
     assert_eq!(answer["codes"], json!(codes));
@@ -196,7 +196,7 @@ fn python_reads((positions, center): (&str, &str)) {
     assert_eq!(scalars.as_object().unwrap().len(), SCALARS.len());
     assert_eq!(number(&scalars["lambda"]), prior.lambda);
     assert_eq!(number(&scalars["persist_32"]), prior.persist[2]);
-    let codebooks = HeadCodebooks::load(&artifact, &decoder.rope).unwrap();
+    let codebooks = HeadCodebooks::load(&artifact, &decoder.ropes).unwrap();
     assert_eq!(codebooks.have_paths(), center == "path");
     check_wpq(&answer, &codebooks, keys_rope, queries_rope);
     check_peers(&answer, &artifact, &decoder, [keys, keys_rope], queries_rope);
@@ -268,9 +268,9 @@ fn check_peers(
     let queries = MeanQueries::new(
         &head(triattention::Q_MEAN, 2 * half),
         &head(triattention::Q_ABS, half),
-        &decoder.rope,
+        decoder.ropes.of(0),
     );
-    let table = decoder.rope.table(0..n);
+    let table = decoder.ropes.of(0).table(0..n);
     let mut rotated = keys.to_owned();
     for (position, mut key) in rotated.rows_mut().into_iter().enumerate() {
         table.rotate(key.as_slice_mut().unwrap(), position);

@@ -527,7 +527,7 @@ fn retrieval(rope: &str, metric: &str) {
     let out = scratch.make("art.safetensors", &calibrate);
     let artifact = Artifact::open(Path::new(&out), SECTIONS).unwrap();
     let decoder = Decoder::open(&model).unwrap();
-    let codebooks = Codebooks::load(&artifact, &decoder.rope).unwrap();
+    let codebooks = Codebooks::load(&artifact, &decoder.ropes).unwrap();
     let c = &decoder.config;
     let (g, d, r) = (c.n_kv_heads, c.head_dim, c.group());
     let section = artifact.section("a2ats").unwrap();
@@ -589,7 +589,7 @@ fn retrieval(rope: &str, metric: &str) {
             let q = queries.slice(group);
             let scores = codebooks.head(layer, head).scores(q);
             let inverse = invert_lower(chol.view()).unwrap().unwrap();
-            let table = decoder.rope.table(256..257);
+            let table = decoder.ropes.of(0).table(256..257);
             for (q, scores) in q.rows().into_iter().zip(scores.rows()) {
                 let mut qt = q.to_vec();
                 if windowed {

@@ -92,7 +92,7 @@ fn a_long_prompt_tells_its_progress_within_a_layer() {
     };
     let mut told = Vec::new();
     let whole = session().prefill_watched(&ids, &mut |n| told.push(n)).unwrap();
-    let layers = decoder.config.n_layers;
+    let layers = decoder.config.n_layers();
     assert_eq!(told.iter().sum::<usize>(), layers * ids.len(), "{told:?}");
     // Every layer but the last, of which only one position is needed, has three parts.
     let parts = told.iter().filter(|n| (1..=2048).contains(*n)).count();
@@ -233,7 +233,7 @@ const CHOOSE_LATER: [&str; 12] = [
 #[test]
 fn a_later_prompt_can_be_chosen_from() {
     for model in Model::all() {
-        let sliding = model.decoder.config.windows.iter().any(Option::is_some);
+        let sliding = model.decoder.config.windows().iter().any(Option::is_some);
         for method in METHODS {
             let mut trace = Vec::new();
             let mut session = model.session(*method, Budget::Count(20), KvType::F32, 150);

@@ -65,7 +65,7 @@ fuzz_target!(|data: &[u8]| {
     }
     let ask = Ask {
         artifact: Some(&artifact),
-        rope: &base.decoder.rope,
+        ropes: &base.decoder.ropes,
         sizes: config.sizes(),
         params: &MethodParams::default(),
         seed: 0,

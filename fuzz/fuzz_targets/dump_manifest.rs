@@ -86,6 +86,6 @@ fuzz_target!(|data: &[u8]| {
             let _ = [State::KPre, State::QPre, State::V].map(read);
         }
     }
-    let rope = dump.origin.model.rope();
-    let _ = rope.table(0..dump.n.min(4));
+    let ropes = dump.origin.model.ropes();
+    let _ = ropes.of(0).table(0..dump.n.min(4));
 });

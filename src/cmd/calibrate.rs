@@ -123,7 +123,7 @@ impl Settings {
             block_start: &text.block_start,
             seq_len: text.seq_len,
             kept,
-            windows: &config.windows,
+            windows: &config.windows(),
             head_dim: config.sizes().head_dim,
             codewords: self.codewords(config, kept),
             log,

@@ -74,7 +74,7 @@ fn dump(args: &Args, global: &Global, shard: Option<(usize, usize, &mut Task)>) 
     let inputs: Vec<&Path> = args.input.files().chain([args.model.as_path()]).collect();
     output::check_folder("-o", &args.output, &inputs)?;
     let decoder = open_model(&args.model, log)?;
-    let n_layers = decoder.config.n_layers;
+    let n_layers = decoder.config.n_layers();
     let mut new = match &shard {
         None => Some(NewDump::create(&args.output, n_layers, global.overwrite)?),
         Some(_) => None,

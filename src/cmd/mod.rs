@@ -36,7 +36,7 @@ use crate::compute::cpu::Cpu;
 use crate::compute::cuda::driver::Driver;
 use crate::compute::device::Device;
 use crate::corpus::{Corpus, Reserve};
-use crate::cuda::LayerSizes;
+use crate::cuda::check_model;
 use crate::cuda::layers::CudaLayers;
 use crate::cuda::room::{Extent, Source};
 use crate::error::{Error, Result};
@@ -146,7 +146,7 @@ fn open_model(dir: &Path, log: Log) -> Result<Decoder> {
     log.note(&format!(
         "model: {}, {}, {} query and {} KV heads of {} channels, {} of weights",
         c.model_type,
-        counted(c.n_layers, "layer"),
+        counted(c.n_layers(), "layer"),
         c.n_heads,
         c.n_kv_heads,
         c.head_dim,
@@ -251,7 +251,7 @@ fn can_run(device: &dyn Device, decoder: &Decoder, global: &Global) -> Result<bo
     let Some(driver) = device.cuda() else {
         return Ok(false);
     };
-    match (LayerSizes::of(&decoder.config).check(), global.device) {
+    match (check_model(&decoder.config), global.device) {
         (Ok(()), _) => {
             warn_of_library(driver, decoder, global);
             Ok(true)

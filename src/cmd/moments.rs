@@ -41,7 +41,7 @@ pub fn run(args: &Args, global: &Global) -> Result<()> {
     let position = args.rope.position(b);
     let output = output::create(&args.output, &paths(&args.dump), global)?;
     let s = dump.sizes;
-    let rope = dump.origin.model.rope();
+    let ropes = dump.origin.model.ropes();
     let progress = global.log().progress(s.n_layers as u64, "layers");
     let mut layers = Vec::with_capacity(s.n_layers);
     for i in 0..s.n_layers {
@@ -56,7 +56,7 @@ pub fn run(args: &Args, global: &Global) -> Result<()> {
                 q.assign(&states.read(State::QPre, head, rows.start, rows.len())?);
             }
             let kept = &dump.kept[rows];
-            let block = QuerySums::of_block(device.as_ref(), s.n_kv_heads, q_pre.view(), kept, &rope)?;
+            let block = QuerySums::of_block(device.as_ref(), s.n_kv_heads, q_pre.view(), kept, ropes.of(i))?;
             sums.add(&block);
         }
         layers.push(sums);

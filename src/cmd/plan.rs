@@ -143,7 +143,7 @@ fn plan(settings: &Settings, probe: bool, shards: Option<&ShardFlags>, global: &
         "model      {}: {}, {} layers, {} query and {} KV heads of {} channels\n           {} of weights{}\n",
         harmless(&folder::name(&settings.model)),
         config.model_type,
-        config.n_layers,
+        config.n_layers(),
         config.n_heads,
         config.n_kv_heads,
         config.head_dim,
@@ -267,8 +267,8 @@ impl Weights {
         let embeddings = if c.tie_word_embeddings { 1 } else { 2 };
         let embedding = c.vocab_size * c.hidden_size;
         let (pass, all) = (
-            c.n_layers * layer + embedding,
-            c.n_layers * layer + embeddings * embedding,
+            c.n_layers() * layer + embedding,
+            c.n_layers() * layer + embeddings * embedding,
         );
         let entries = std::fs::read_dir(dir).into_iter().flatten().flatten();
         let files = entries.map(|entry| entry.path());

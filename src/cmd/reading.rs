@@ -214,7 +214,7 @@ impl Reading {
     ) -> Result<Box<dyn Method>> {
         let ask = Ask {
             artifact,
-            rope: &decoder.rope,
+            ropes: &decoder.ropes,
             sizes: decoder.config.sizes(),
             params,
             seed: global.seed,

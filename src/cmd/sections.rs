@@ -422,13 +422,13 @@ fn fit_dump(
     log: Log,
 ) -> Result<()> {
     let (sizes, model) = (dump.sizes, &dump.origin.model);
-    let rope = model.rope();
+    let ropes = model.ropes();
     let layers = section.layers.clone();
     let progress = log.progress((layers.len() * sizes.n_kv_heads) as u64, "heads");
     for layer in layers {
         progress.layer(layer, sizes.n_layers, fit.kind().facts().stage);
-        let file = dump.layer(layer)?;
-        let (moments, sums) = moments.of_layer(layer, &file, fit.reads_pre_sums(), &rope)?;
+        let (file, rope) = (dump.layer(layer)?, ropes.of(layer));
+        let (moments, sums) = moments.of_layer(layer, &file, fit.reads_pre_sums(), rope)?;
         let states = LayerStates {
             layer,
             sizes,
@@ -444,7 +444,7 @@ fn fit_dump(
             sums: sums.as_ref(),
             block_start: &dump.corpus.block_start,
             kept: &dump.kept,
-            rope: &rope,
+            rope,
         };
         section.add(fit_layer(fit, &states, &progress, 1, log)?)?;
     }

@@ -144,7 +144,7 @@ impl<'a> CudaBackend<'a> {
             })?;
             Ok(LayerState { cache, index })
         });
-        let number = model.body.config.n_layers;
+        let number = model.body.config.n_layers();
         Ok(Self {
             layers: layers.collect::<Result<_>>()?,
             attention: Attention::new(driver, shape)?,

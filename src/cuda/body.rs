@@ -1,7 +1,7 @@
 //! The weights of a whole model on the device, with the embedding and the output projection.
 
 use super::finite::FiniteCheck;
-use super::sizes::LayerSizes;
+use super::sizes::{LayerSizes, check_model};
 use super::weights::{LayerWeights, random, upload};
 use super::work::Workspace;
 use crate::compute::cuda::buffer::Buffer;
@@ -48,13 +48,13 @@ impl<'a> Body<'a> {
 
     fn upload(driver: &'a dyn Driver, decoder: &'a Decoder, precision: Precision) -> Result<Self> {
         let config = decoder.config.clone();
-        LayerSizes::of(&config).check()?;
+        check_model(&config)?;
         let embedding = match config.tie_word_embeddings {
             true => None,
             false => Some(&decoder.embedding),
         };
         let mut layers = Vec::new();
-        for number in 0..config.n_layers {
+        for number in 0..config.n_layers() {
             interrupt::check()?;
             let view = decoder.layer(number)?;
             layers.push(LayerWeights::upload(driver, &view)?);
@@ -69,7 +69,7 @@ impl<'a> Body<'a> {
             embedding: embedding.map(joined).transpose()?,
             norm: Buffer::of(driver, "norms", &decoder.norm)?,
             head: upload(driver, &[&decoder.head])?,
-            rope: decoder.rope.clone(),
+            rope: decoder.ropes.of(0).clone(),
             decoder: Some(decoder),
             driver,
             config,
@@ -88,11 +88,11 @@ impl<'a> Body<'a> {
     }
 
     fn drawn(driver: &'a dyn Driver, config: ModelConfig, seed: u32) -> Result<Self> {
+        check_model(&config)?;
         let sizes = LayerSizes::of(&config);
-        sizes.check()?;
-        let windows = config.windows.iter().enumerate();
+        let windows = config.windows().into_iter().enumerate();
         let layers =
-            windows.map(|(i, window)| LayerWeights::random(driver, &sizes, *window, seed + 8 + 4 * i as u32));
+            windows.map(|(i, window)| LayerWeights::random(driver, &sizes, window, seed + 8 + 4 * i as u32));
         let layers = layers.collect::<Result<_>>()?;
         Ok(Self {
             embedding: None,

@@ -48,7 +48,7 @@ impl<'d> FiniteCheck<'d> {
             ))
             .hint("use a smaller model; random weights overflow at these sizes"));
         };
-        if layer >= decoder.config.n_layers {
+        if layer >= decoder.config.n_layers() {
             return Err(decoder.diagnose(&[&decoder.head.weight], "the output logits"));
         }
         let weights = decoder.layer(layer)?;

@@ -99,13 +99,13 @@ impl<'a> HostBackend<'a> {
         let indexes = allocating(driver, Purpose::Indexes, || indexes(method, at, &limits))?;
         let layers = indexes
             .into_iter()
-            .zip(&model.body.config.windows)
-            .map(|(index, window)| {
+            .zip(&model.body.config.blocks)
+            .map(|(index, block)| {
                 let head = |_| KvHead::new(options.kv, shape.head_dim, expected, options.packed);
                 Ok(HostLayer {
                     heads: (0..shape.kv_heads).map(head).collect(),
                     index,
-                    static_rows: match window {
+                    static_rows: match block.window {
                         None => Some(allocating(driver, Purpose::Caches, || {
                             LayerRows::new(driver, static_set.attention.shape(), kind)
                         })?),
@@ -113,7 +113,7 @@ impl<'a> HostBackend<'a> {
                     },
                 })
             });
-        let layer_count = model.body.config.n_layers;
+        let layer_count = model.body.config.n_layers();
         Ok(Self {
             layers: layers.collect::<Result<_>>()?,
             static_set,
@@ -347,9 +347,9 @@ impl Backend for HostBackend<'_> {
         let positions = &mut model.windows.positions;
         positions.iter_mut().try_for_each(|p| p.advance(1))?;
         static_set.advance(at.position)?;
-        let (model, windows) = (&*model, &model.body.config.windows);
+        let (model, blocks) = (&*model, &model.body.config.blocks);
         model.step(at.step, trace, &mut |number| {
-            let set = StaticSet::at(at.position, windows[number], options.sinks, options.window);
+            let set = StaticSet::at(at.position, blocks[number].window, options.sinks, options.window);
             let positions = model.windows.of(number);
             let arrived = layers[number].fetch(&model.space.work, static_set, positions, &set, at.step)?;
             let chosen = layers[number].attend(&model.space.work, static_set, &set, arrived)?;

@@ -5,7 +5,7 @@ use ndarray::{Array3, ArrayView2, ArrayViewMut2, Axis, s};
 
 use super::ROWS;
 use super::context::LayerContext;
-use super::sizes::LayerSizes;
+use super::sizes::{LayerSizes, check_model};
 use super::weights::LayerWeights;
 use super::work::{Rotation, RowPositions, Workspace};
 use crate::compute::cuda::buffer::Buffer;
@@ -29,7 +29,7 @@ impl<'a> CudaLayers<'a> {
     /// # Errors
     /// A model whose attention the kernels do not support.
     pub fn new(driver: &'a dyn Driver, decoder: &'a Decoder, precision: Precision) -> Result<Self> {
-        LayerSizes::of(&decoder.config).check()?;
+        check_model(&decoder.config)?;
         Ok(Self {
             driver,
             decoder,
@@ -70,7 +70,7 @@ impl CudaLayer<'_> {
         let m = hidden.view().nrows();
         let chunk = ROWS.min(m).max(1);
         let work = Workspace::new(driver, *s, self.model.precision, chunk)?;
-        let rotation = Rotation::new(driver, &self.model.decoder.rope, 0, m)?;
+        let rotation = Rotation::new(driver, self.model.decoder.ropes.of(self.layer.index), 0, m)?;
         let rows = Buffer::<f32>::new(driver, "hidden states", chunk * s.hidden)?;
         let float = self.model.precision.attended(self.layer.k.weight.float());
         let mut context = match hidden {

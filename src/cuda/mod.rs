@@ -28,7 +28,7 @@ use crate::compute::cuda::driver::Driver;
 pub use body::Body;
 pub use context::LayerContext;
 pub use finite::FiniteCheck;
-pub use sizes::LayerSizes;
+pub use sizes::{LayerSizes, check_model};
 pub use weights::LayerWeights;
 pub use work::{Rotation, RowPositions, Workspace};
 

@@ -1,8 +1,9 @@
 //! The sizes of a model's layers.
 
-use crate::error::Result;
+use crate::error::{Error, Result};
 use crate::kv::cuda::Shape;
 use crate::model::ModelConfig;
+use crate::model::config::Multipliers;
 
 /// The sizes of a model's layers; all layers have the same.
 #[derive(Clone, Copy, Debug)]
@@ -21,6 +22,19 @@ pub struct LayerSizes {
     pub eps: f32,
 }
 
+/// Checks that the kernels support a model.
+///
+/// # Errors
+/// Sizes of attention or parts of the layers that the kernels do not support.
+pub fn check_model(c: &ModelConfig) -> Result<()> {
+    let part = match c {
+        _ if c.multipliers != Multipliers::ONE => "constant factors on activations",
+        _ if !c.no_rope_layers().is_empty() => "layers without RoPE",
+        _ => return LayerSizes::of(c).shape(1, 1).checked().map(drop),
+    };
+    Err(Error::failed(format!("CUDA: models with {part} are not supported")).hint("use --device cpu"))
+}
+
 impl LayerSizes {
     /// Returns the sizes of a model.
     pub fn of(c: &ModelConfig) -> Self {
@@ -32,14 +46,6 @@ impl LayerSizes {
             head_dim: c.head_dim,
             eps: c.rms_norm_eps,
         }
-    }
-
-    /// Checks that the kernels support the model's attention.
-    ///
-    /// # Errors
-    /// Sizes that the kernels do not support.
-    pub fn check(&self) -> Result<()> {
-        self.shape(1, 1).checked().map(drop)
     }
 
     /// Returns the attention shape of `sequences` sequences of up to `capacity` positions.

@@ -39,8 +39,8 @@ impl<'d> LayerWeights<'d> {
             k_norm: head_norm(&layer.k_norm)?,
             o: joined(&[&layer.o])?,
             mlp_norm: vector(&layer.mlp_norm)?,
-            gate_up: joined(&[&layer.gate, &layer.up])?,
-            down: joined(&[&layer.down])?,
+            gate_up: joined(&[&layer.mlp.gate, &layer.mlp.up])?,
+            down: joined(&[&layer.mlp.down])?,
             window: layer.window,
         })
     }

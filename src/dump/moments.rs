@@ -56,9 +56,10 @@ struct MomentsManifest {
 impl Moments {
     /// Computes the moments at a position from the sums of every layer.
     pub fn new(sums: Vec<QuerySums>, position: Position, origin: Origin) -> Self {
-        let rope = origin.model.rope();
+        let ropes = origin.model.ropes();
+        let layers = sums.iter().enumerate();
         Self {
-            layers: sums.iter().map(|sums| sums.at(position, &rope)).collect(),
+            layers: layers.map(|(i, sums)| sums.at(position, ropes.of(i))).collect(),
             sums: Some(sums),
             position,
             origin,

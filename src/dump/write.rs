@@ -59,7 +59,7 @@ pub fn write(
         let mut blocks = 0..corpus.n_blocks();
         capture.layer(&progress, &mut |rows, states| {
             let (q_pre, kept) = (states.q_pre.view(), &kept[rows.clone()]);
-            let block = QuerySums::of_block(device, sizes.n_kv_heads, q_pre, kept, &decoder.rope)?;
+            let block = QuerySums::of_block(device, sizes.n_kv_heads, q_pre, kept, decoder.ropes.of(i))?;
             sums.add(&block);
             if let Some(i) = blocks.next().filter(|_| job.shard.is_some()) {
                 put_sums(&writer, i, &block)?;

@@ -62,7 +62,7 @@ fn prepare(ask: &Ask) -> Result<Box<dyn Method>> {
             .hint("make an artifact with `kvsmith calibrate --model DIR --text FILE -o ART.safetensors`")
     })?;
     Ok(Box::new(A2atsMethod {
-        codebooks: Codebooks::load(artifact, ask.rope)?,
+        codebooks: Codebooks::load(artifact, ask.ropes)?,
         params: ask.params.a2ats.clone(),
     }))
 }

@@ -6,7 +6,7 @@ use super::params::MethodParams;
 use crate::artifact::Artifact;
 use crate::error::Result;
 use crate::model::Sizes;
-use crate::model::rope::Rope;
+use crate::model::rope::Ropes;
 
 /// The declaration of a method. Each method's file has one, and the registry lists it.
 pub struct Declaration {
@@ -27,8 +27,8 @@ pub struct Declaration {
 pub struct Ask<'a> {
     /// The artifact with calibrated sections, if one was given.
     pub artifact: Option<&'a Artifact>,
-    /// The model's rotation.
-    pub rope: &'a Rope,
+    /// The rotary embeddings of the model's layers.
+    pub ropes: &'a Ropes,
     /// The sizes of the model.
     pub sizes: Sizes,
     /// The parameters of the run.

@@ -31,7 +31,7 @@ use super::{Choice, Method, Place, Prompt, Reads, Retriever, Step, everything, e
 use crate::artifact::Artifact;
 use crate::compute::attention::visible;
 use crate::error::{Error, Result};
-use crate::model::rope::Rope;
+use crate::model::rope::Ropes;
 pub use section::{Q_ABS, Q_MEAN, SECTION, TriAttentionSection, weak_heads};
 use series::largest_normalised;
 pub use series::{MeanQueries, OFFSETS};
@@ -58,7 +58,7 @@ fn prepare(ask: &Ask) -> Result<Box<dyn Method>> {
             "make an artifact with `kvsmith calibrate --peers --model DIR --text FILE -o ART.safetensors`",
         )
     })?;
-    Ok(Box::new(AllMeanQueries::load(artifact, ask.rope)?))
+    Ok(Box::new(AllMeanQueries::load(artifact, ask.ropes)?))
 }
 
 /// The mean queries of every head.
@@ -69,7 +69,7 @@ struct AllMeanQueries {
 
 impl AllMeanQueries {
     /// Reads the section, and checks its digests and values.
-    fn load(artifact: &Artifact, rope: &Rope) -> Result<Self> {
+    fn load(artifact: &Artifact, ropes: &Ropes) -> Result<Self> {
         let section = artifact.checked_section(SECTION)?;
         let (means, magnitudes) = (section.read::<f32>(Q_MEAN)?, section.read::<f32>(Q_ABS)?);
         let sizes = artifact.sizes;
@@ -80,7 +80,8 @@ impl AllMeanQueries {
         Ok(Self {
             n_kv_heads: sizes.n_kv_heads,
             heads: heads
-                .map(|(mean, abs)| Arc::new(MeanQueries::new(mean, abs, rope)))
+                .enumerate()
+                .map(|(i, (mean, abs))| Arc::new(MeanQueries::new(mean, abs, ropes.of(i / sizes.n_kv_heads))))
                 .collect(),
         })
     }
@@ -221,7 +222,7 @@ mod tests {
     use super::*;
     use crate::kv::packed::Center;
     use crate::kv::{Budget, KvHead, KvType, StaticSet};
-    use crate::model::rope::{RopeConfig, RopeScaling};
+    use crate::model::rope::{Rope, RopeConfig, RopeScaling};
     use crate::testing::values;
 
     /// Every 128 steps, all keys; in between, the numbers of positions as far as they are needed.

@@ -50,7 +50,7 @@ fn prepare(ask: &Ask) -> Result<Box<dyn Method>> {
         Error::usage("--method wpq needs --artifact with the section `wpq`")
             .hint("make an artifact with `kvsmith calibrate --model DIR --text FILE -o ART.safetensors`")
     })?;
-    Ok(Box::new(HeadCodebooks::load(artifact, ask.rope)?))
+    Ok(Box::new(HeadCodebooks::load(artifact, ask.ropes)?))
 }
 
 impl Method for HeadCodebooks {

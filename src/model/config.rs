@@ -1,35 +1,30 @@
-//! `config.json`: a decoder's architecture, sizes, rotary embedding and sliding windows.
+//! What `config.json` says of a model: the sizes that all of its layers share, and a [`Block`] for each layer.
 
 use std::path::Path;
 
-use serde::Serialize;
 use serde_json::{Value, json};
 
+use super::families::family;
 use super::fields::{Fields, read_json, token_ids};
 use super::folder;
 use super::gguf::Gguf;
-use super::rope::{Rope, RopeConfig};
+use super::rope::{Rope, RopeConfig, Ropes};
 use super::sizes::Sizes;
 use crate::error::{Error, Result};
 
-/// `model_type` values that the decoder runs.
-pub const SUPPORTED_MODELS: [&str; 4] = ["llama", "mistral", "qwen2", "qwen3"];
 const MAX_LAYERS: usize = 4096;
 /// Most channels of a head.
 pub const MAX_HEAD_DIM: usize = 4096;
-const SUPPORTED_LAYERS: [&str; 2] = ["full_attention", "sliding_attention"];
 
-/// The settings in a checkpoint's `config.json`; only those that decide the forward pass are serialised.
-#[derive(Clone, Debug, Serialize)]
+/// The configuration of a model.
+#[derive(Clone, Debug)]
 pub struct ModelConfig {
-    /// `model_type`, one of [`SUPPORTED_MODELS`].
+    /// `model_type`, the name of one of the [families](super::families).
     pub model_type: String,
     /// Width of the residual stream.
     pub hidden_size: usize,
     /// Width of the gated MLP.
     pub intermediate_size: usize,
-    /// Number of decoder layers.
-    pub n_layers: usize,
     /// Number of query heads, h.
     pub n_heads: usize,
     /// Number of KV heads, g.
@@ -51,18 +46,49 @@ pub struct ModelConfig {
     /// Whether each head of q and k passes an RMS norm.
     pub qk_norm: bool,
     /// Longest context that the model claims to support.
-    #[serde(skip)]
     pub max_position_embeddings: usize,
-    /// The rotary embedding.
+    /// The rotary embedding of the layers that have one.
     pub rope: RopeConfig,
-    /// Sliding window per layer: the number of visible positions, the current one included; `None` = all.
-    pub windows: Vec<Option<usize>>,
+    /// Constant factors on activations.
+    pub multipliers: Multipliers,
+    /// The layers, in their order.
+    pub blocks: Vec<Block>,
     /// Token that begins a document.
-    #[serde(skip)]
     pub bos_token_id: Option<u32>,
     /// Tokens that end generation.
-    #[serde(skip)]
     pub eos_token_ids: Vec<u32>,
+}
+
+/// What can differ from layer to layer.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Block {
+    /// Sliding window: the number of visible positions, the current one included; `None` = all.
+    pub window: Option<usize>,
+    /// Whether queries and keys are rotated.
+    pub rotates: bool,
+}
+
+/// Constant factors on activations, 1 in most models.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Multipliers {
+    /// On the embeddings.
+    pub embedding: f32,
+    /// On the queries, so that q . k / sqrt(d) is the attention score whatever scale the model is trained with.
+    pub query: f32,
+    /// On what attention and MLP add to the residual stream.
+    pub residual: f32,
+    /// On the logits.
+    pub logits: f32,
+}
+
+impl Multipliers {
+    /// The factors of most models.
+    pub const ONE: Self = Self {
+        embedding: 1.0,
+        query: 1.0,
+        residual: 1.0,
+        logits: 1.0,
+    };
 }
 
 impl ModelConfig {
@@ -109,7 +135,8 @@ impl ModelConfig {
         let model_type = c
             .string_opt("model_type")?
             .ok_or_else(|| Fields::missing("model_type"))?;
-        check_supported(&c, model_type)?;
+        let family = family(model_type)?;
+        check_supported(&c)?;
         let hidden_size = c.size("hidden_size")?;
         let n_layers = c.size("num_hidden_layers")?;
         if n_layers > MAX_LAYERS {
@@ -117,45 +144,45 @@ impl ModelConfig {
                 "num_hidden_layers {n_layers} is out of range (at most {MAX_LAYERS})"
             )));
         }
-        let (n_heads, n_kv_heads, head_dim) = heads(&c, model_type, hidden_size)?;
+        let (n_heads, n_kv_heads, head_dim) = heads(&c, family.head_dim, hidden_size)?;
         let max_position_embeddings = c.size_opt("max_position_embeddings")?.unwrap_or(2048);
-        let attention_bias = c.bool_or("attention_bias", false)?;
         let rms_norm_eps = c.number_or("rms_norm_eps", 1e-6)? as f32;
         if !(rms_norm_eps.is_finite() && rms_norm_eps >= 0.0) {
             return Err(Error::failed(format!(
                 "rms_norm_eps {rms_norm_eps} is out of range"
             )));
         }
-        let windows = windows(&c, model_type, n_layers)?;
         let rope = RopeConfig::parse(&c, max_position_embeddings)?;
         Rope::new(&rope, head_dim).check()?;
-        Ok(Self {
+        let plain = Block {
+            window: None,
+            rotates: true,
+        };
+        let mut model = Self {
             model_type: model_type.to_owned(),
             hidden_size,
             intermediate_size: c.size("intermediate_size")?,
-            n_layers,
             n_heads,
             n_kv_heads,
             head_dim,
             vocab_size: c.size("vocab_size")?,
             rms_norm_eps,
             tie_word_embeddings: c.bool_or("tie_word_embeddings", false)?,
-            qkv_bias: match model_type {
-                "qwen2" => true,
-                "mistral" => false,
-                _ => attention_bias,
-            },
-            o_bias: matches!(model_type, "llama" | "qwen3") && attention_bias,
-            mlp_bias: model_type == "llama" && c.bool_or("mlp_bias", false)?,
-            qk_norm: model_type == "qwen3",
+            qkv_bias: false,
+            o_bias: false,
+            mlp_bias: false,
+            qk_norm: false,
             max_position_embeddings,
             rope,
-            windows,
+            multipliers: Multipliers::ONE,
+            blocks: vec![plain; n_layers],
             bos_token_id: token_ids(map.get("bos_token_id"), "bos_token_id")?
                 .first()
                 .copied(),
             eos_token_ids: token_ids(map.get("eos_token_id"), "eos_token_id")?,
-        })
+        };
+        (family.read)(&c, &mut model)?;
+        Ok(model)
     }
 
     /// Fails unless every id is in the vocabulary.
@@ -178,30 +205,88 @@ impl ModelConfig {
     /// Returns the numbers of layers, heads and channels.
     pub fn sizes(&self) -> Sizes {
         Sizes {
-            n_layers: self.n_layers,
+            n_layers: self.n_layers(),
             n_heads: self.n_heads,
             n_kv_heads: self.n_kv_heads,
             head_dim: self.head_dim,
         }
     }
 
-    /// Returns the fields that decide the forward pass as canonical JSON (sorted keys).
+    /// Returns the number of layers.
+    pub fn n_layers(&self) -> usize {
+        self.blocks.len()
+    }
+
+    /// Returns the sliding window of each layer.
+    pub fn windows(&self) -> Vec<Option<usize>> {
+        self.blocks.iter().map(|block| block.window).collect()
+    }
+
+    /// Sets the sliding window of each layer.
+    pub(super) fn set_windows(&mut self, windows: &[Option<usize>]) {
+        for (block, window) in self.blocks.iter_mut().zip(windows) {
+            block.window = *window;
+        }
+    }
+
+    /// Returns the layers that do not rotate queries and keys.
+    pub fn no_rope_layers(&self) -> Vec<usize> {
+        let blocks = self.blocks.iter().enumerate();
+        blocks
+            .filter(|(_, block)| !block.rotates)
+            .map(|(i, _)| i)
+            .collect()
+    }
+
+    /// Computes the rotary embeddings of the layers.
+    pub fn ropes(&self) -> Ropes {
+        Ropes::new(&self.rope, self.head_dim, self.no_rope_layers())
+    }
+
+    /// Returns what decides the forward pass as canonical JSON (sorted keys), the same for all spellings of a config. It is
+    /// part of the checkpoint's fingerprint and of manifests.
     ///
-    /// Both spellings of a config give the same value. It is part of the checkpoint fingerprint and of
-    /// the manifest.
+    /// The fields of the first block are in every one. What was added later is there only where a model has it, so that the
+    /// fingerprints of other models stay what they were.
     pub fn canonical(&self) -> Value {
-        json!(self)
+        let mut fields = json!({
+            "model_type": self.model_type,
+            "hidden_size": self.hidden_size,
+            "intermediate_size": self.intermediate_size,
+            "n_layers": self.n_layers(),
+            "n_heads": self.n_heads,
+            "n_kv_heads": self.n_kv_heads,
+            "head_dim": self.head_dim,
+            "vocab_size": self.vocab_size,
+            "rms_norm_eps": self.rms_norm_eps,
+            "tie_word_embeddings": self.tie_word_embeddings,
+            "qkv_bias": self.qkv_bias,
+            "o_bias": self.o_bias,
+            "mlp_bias": self.mlp_bias,
+            "qk_norm": self.qk_norm,
+            "rope": self.rope,
+            "windows": self.windows(),
+        });
+        let no_rope = self.no_rope_layers();
+        if !no_rope.is_empty() {
+            fields["no_rope_layers"] = json!(no_rope);
+        }
+        let Multipliers {
+            embedding,
+            query,
+            residual,
+            logits,
+        } = self.multipliers;
+        if self.multipliers != Multipliers::ONE {
+            fields["multipliers"] =
+                json!({ "embedding": embedding, "query": query, "residual": residual, "logits": logits });
+        }
+        fields
     }
 }
 
-/// Fails for a model that the decoder does not run.
-fn check_supported(c: &Fields, model_type: &str) -> Result<()> {
-    if !SUPPORTED_MODELS.contains(&model_type) {
-        return Err(
-            Error::failed(format!("model_type `{model_type}` is not supported"))
-                .hint(format!("supported: {}", SUPPORTED_MODELS.join(", "))),
-        );
-    }
+/// Fails for activations and rotations that no family has here.
+fn check_supported(c: &Fields) -> Result<()> {
     let act = c.string_opt("hidden_act")?.unwrap_or("silu");
     if act != "silu" {
         return Err(Error::failed(format!("hidden_act `{act}` is not supported")).hint("supported: silu"));
@@ -217,13 +302,11 @@ fn check_supported(c: &Fields, model_type: &str) -> Result<()> {
 }
 
 /// Finds the numbers of query heads and of KV heads, and the channels of a head.
-fn heads(c: &Fields, model_type: &str, hidden_size: usize) -> Result<(usize, usize, usize)> {
+fn heads(c: &Fields, default: Option<usize>, hidden_size: usize) -> Result<(usize, usize, usize)> {
     let n_heads = c.size("num_attention_heads")?;
     let n_kv_heads = c.size_opt("num_key_value_heads")?.unwrap_or(n_heads);
-    let head_dim = match c.size_opt("head_dim")? {
+    let head_dim = match c.size_opt("head_dim")?.or(default) {
         Some(d) => d,
-        // Qwen3's default is a constant.
-        None if model_type == "qwen3" => 128,
         None if hidden_size.is_multiple_of(n_heads) => hidden_size / n_heads,
         None => {
             return Err(Error::failed(format!(
@@ -244,50 +327,4 @@ fn heads(c: &Fields, model_type: &str, hidden_size: usize) -> Result<(usize, usi
         );
     }
     Ok((n_heads, n_kv_heads, head_dim))
-}
-
-/// Finds each layer's sliding window (`sliding_window`, `use_sliding_window`, `layer_types`).
-fn windows(c: &Fields, model_type: &str, n_layers: usize) -> Result<Vec<Option<usize>>> {
-    let window = match model_type {
-        "mistral" => c.window()?,
-        "qwen2" | "qwen3" if c.bool_or("use_sliding_window", false)? => c.window()?,
-        _ => None,
-    };
-    if let Some(types) = c.present("layer_types") {
-        let types = types
-            .as_array()
-            .ok_or_else(|| Error::failed("`layer_types` is not an array"))?;
-        if types.len() != n_layers {
-            return Err(Error::failed(format!(
-                "`layer_types` has {} entries for {n_layers} layers",
-                types.len()
-            )));
-        }
-        return types
-            .iter()
-            .enumerate()
-            .map(|(i, kind)| match kind.as_str() {
-                // Mistral has one window for all layers and does not read `layer_types`.
-                Some("full_attention") if model_type == "mistral" => Ok(window),
-                Some("full_attention") => Ok(None),
-                Some("sliding_attention") if window.is_some() => Ok(window),
-                Some("sliding_attention") => Err(Error::failed(format!(
-                    "layer {i} is `sliding_attention`, but config.json does not enable a sliding window"
-                ))
-                .hint("set `sliding_window` (for Qwen, also `use_sliding_window`: true)")),
-                Some(other) => Err(Error::failed(format!(
-                    "layer type `{other}` (layer {i}) is not supported"
-                ))
-                .hint(format!("supported: {}", SUPPORTED_LAYERS.join(", ")))),
-                None => Err(Error::failed(
-                    "`layer_types` contains an entry that is not a string",
-                )),
-            })
-            .collect();
-    }
-    let first = match model_type {
-        "qwen2" | "qwen3" => c.index_opt("max_window_layers")?.unwrap_or(28),
-        _ => 0,
-    };
-    Ok((0..n_layers).map(|i| window.filter(|_| i >= first)).collect())
 }

@@ -7,7 +7,8 @@ use ndarray::{Array1, Array2, ArrayView1, ArrayView2, Axis};
 
 use super::config::ModelConfig;
 use super::layer::{Layer, States, rms_rows};
-use super::rope::Rope;
+use super::mlp::Gated;
+use super::rope::Ropes;
 use super::weights::Checkpoint;
 use crate::compute::layout::{elements, elements_mut};
 use crate::compute::linear::Linear;
@@ -22,8 +23,8 @@ pub struct Decoder {
     pub config: ModelConfig,
     /// The mapped weights.
     pub checkpoint: Checkpoint,
-    /// The rotary embedding.
-    pub rope: Rope,
+    /// The rotary embeddings of the layers.
+    pub ropes: Ropes,
     /// The embedding, `[vocab, hidden]`.
     pub embedding: Weight,
     /// Weight of the final RMS norm, `[hidden]`.
@@ -49,7 +50,7 @@ impl Decoder {
         };
         let head = Linear { weight, bias: None };
         let decoder = Self {
-            rope: Rope::new(&config.rope, config.head_dim),
+            ropes: config.ropes(),
             config,
             checkpoint,
             embedding,
@@ -57,7 +58,7 @@ impl Decoder {
             head,
             rounds_to: None,
         };
-        for i in 0..decoder.config.n_layers {
+        for i in 0..decoder.config.n_layers() {
             decoder.layer(i)?;
         }
         Ok(decoder)
@@ -114,7 +115,7 @@ impl Decoder {
             n_kv_heads: c.n_kv_heads,
             head_dim: d,
             eps: c.rms_norm_eps,
-            window: c.windows[index],
+            window: c.blocks[index].window,
             input_norm: vector("input_layernorm.weight", hidden)?,
             q: linear("self_attn.q_proj", c.n_heads * d, hidden, c.qkv_bias)?,
             k: linear("self_attn.k_proj", c.n_kv_heads * d, hidden, c.qkv_bias)?,
@@ -123,9 +124,12 @@ impl Decoder {
             q_norm: norm("self_attn.q_norm.weight")?,
             k_norm: norm("self_attn.k_norm.weight")?,
             mlp_norm: vector("post_attention_layernorm.weight", hidden)?,
-            gate: linear("mlp.gate_proj", c.intermediate_size, hidden, c.mlp_bias)?,
-            up: linear("mlp.up_proj", c.intermediate_size, hidden, c.mlp_bias)?,
-            down: linear("mlp.down_proj", hidden, c.intermediate_size, c.mlp_bias)?,
+            mlp: Gated {
+                gate: linear("mlp.gate_proj", c.intermediate_size, hidden, c.mlp_bias)?,
+                up: linear("mlp.up_proj", c.intermediate_size, hidden, c.mlp_bias)?,
+                down: linear("mlp.down_proj", hidden, c.intermediate_size, c.mlp_bias)?,
+            },
+            factors: c.multipliers,
         };
         layer.rounded(self.rounds_to)
     }
@@ -140,6 +144,7 @@ impl Decoder {
         for (mut row, &id) in out.rows_mut().into_iter().zip(ids) {
             let row = elements_mut(&mut row);
             self.embedding.read(id as usize, 0, row);
+            scale(row, self.config.multipliers.embedding);
             if !simd::all_finite(row) {
                 return Err(Error::failed(format!(
                     "tensor `{}` contains a NaN or infinite value in row {id}",
@@ -169,6 +174,7 @@ impl Decoder {
         rms_rows(hidden, &self.norm, self.config.rms_norm_eps, normed.view_mut());
         let mut out = Array2::zeros((hidden.nrows(), self.config.vocab_size));
         self.head.forward(normed.view(), out.view_mut());
+        scale(elements_mut(&mut out), self.config.multipliers.logits);
         match simd::all_finite(elements(&out)) {
             true => Ok(out),
             false => Err(self.diagnose(&[&self.head.weight], "the output logits")),
@@ -203,5 +209,12 @@ impl Decoder {
             ))
             .hint("check the checkpoint; its activations overflow f32")
         })
+    }
+}
+
+/// Multiplies values by a factor, which is 1 in most models.
+fn scale(values: &mut [f32], factor: f32) {
+    if factor != 1.0 {
+        values.iter_mut().for_each(|x| *x *= factor);
     }
 }

@@ -132,7 +132,7 @@ pub struct CpuForward<'a> {
 impl<'a> CpuForward<'a> {
     /// Opens all layers of a model.
     pub fn new(decoder: &'a Decoder) -> Result<Self> {
-        let layers = (0..decoder.config.n_layers).map(|i| decoder.layer(i));
+        let layers = (0..decoder.config.n_layers()).map(|i| decoder.layer(i));
         Ok(Self {
             decoder,
             layers: layers.collect::<Result<_>>()?,
@@ -176,13 +176,14 @@ impl Forward for CpuForward<'_> {
         check_prompt(ids)?;
         let m = ids.len();
         let mut hidden = self.decoder.embed(ids)?;
-        let table = self.decoder.rope.table(first..first + m);
+        let tables = self.decoder.ropes.tables(first..first + m);
         for (index, layer) in self.layers.iter().enumerate() {
             interrupt::check()?;
             let mut states = layer.project(hidden.view());
             self.decoder.check_states(layer, &states)?;
-            let k_rope = rotated(&states.k_pre, &table);
-            rotate(&mut states.q_pre, &table);
+            let table = tables.of(index);
+            let k_rope = rotated(&states.k_pre, table);
+            rotate(&mut states.q_pre, table);
             let rows = Rows {
                 q_pre: Array3::zeros((0, 0, 0)),
                 q_rope: states.q_pre,
@@ -216,12 +217,13 @@ impl Forward for CpuForward<'_> {
 
     fn step(&self, ids: &[u32], t: usize, attend: &mut Attend) -> Result<Vec<Array1<f32>>> {
         let mut hidden = self.decoder.embed(ids)?;
-        let table = self.decoder.rope.table(t..t + 1);
+        let tables = self.decoder.ropes.tables(t..t + 1);
         for (index, layer) in self.layers.iter().enumerate() {
             let states = layer.project(hidden.view());
+            let table = tables.of(index);
             let rows = Rows {
-                q_rope: rotated_to(&states.q_pre, &table, 0),
-                k_rope: rotated_to(&states.k_pre, &table, 0),
+                q_rope: rotated_to(&states.q_pre, table, 0),
+                k_rope: rotated_to(&states.k_pre, table, 0),
                 q_pre: states.q_pre,
                 k_pre: states.k_pre,
                 v: states.v,
@@ -292,7 +294,7 @@ impl BlockLayer for CpuLayer<'_> {
         tap: &mut dyn FnMut(&States) -> Result<()>,
     ) -> Result<()> {
         let mut tapped = Ok(());
-        let rope = &self.decoder.rope;
+        let rope = self.decoder.ropes.of(self.layer.index);
         self.layer
             .forward(rope, hidden.view_mut(), |states, _| tapped = tap(states));
         // This check goes first: it names the faulty tensor, which an error of `tap` would not.

@@ -7,7 +7,8 @@
 use ndarray::{Array2, Array3, ArrayView2, ArrayViewMut2, ArrayViewMut3, Axis, s};
 use rayon::prelude::*;
 
-use super::config::ModelConfig;
+use super::config::{ModelConfig, Multipliers};
+use super::mlp::Gated;
 use super::rope::{Rope, RopeTable};
 use crate::compute::attention;
 use crate::compute::layout::{elements, elements_mut};
@@ -53,12 +54,10 @@ pub struct Layer {
     pub k_norm: Option<Vec<f32>>,
     /// Weight of the RMS norm before the MLP, `[hidden]`.
     pub mlp_norm: Vec<f32>,
-    /// `[intermediate, hidden]`.
-    pub gate: Linear,
-    /// `[intermediate, hidden]`.
-    pub up: Linear,
-    /// `[hidden, intermediate]`.
-    pub down: Linear,
+    /// The MLP.
+    pub mlp: Gated,
+    /// Factor on the queries, and on what attention and MLP add to the residual stream.
+    pub factors: Multipliers,
 }
 
 /// A layer's q, k and v for m rows, after bias and q/k norm and before rotation.
@@ -72,7 +71,7 @@ pub struct States {
 }
 
 impl Layer {
-    /// Computes pre-RoPE q, k and v of every row of `hidden`, `[m, hidden]`.
+    /// Computes pre-RoPE q (times its factor), k and v of every row of `hidden`, `[m, hidden]`.
     pub fn project(&self, hidden: ArrayView2<f32>) -> States {
         let empty = |heads| Array3::zeros((heads, hidden.nrows(), self.head_dim));
         let mut states = States {
@@ -106,6 +105,9 @@ impl Layer {
                 }
             }
         }
+        if self.factors.query != 1.0 {
+            states.q_pre *= self.factors.query;
+        }
         states
     }
 
@@ -118,22 +120,19 @@ impl Layer {
             let m = hidden.nrows();
             let mut delta = Array2::zeros((m, width));
             self.o.forward(attended, delta.view_mut());
-            hidden += &delta;
+            self.add(&mut hidden, &delta);
             let mut normed = Array2::zeros((m, width));
             rms_rows(hidden.view(), &self.mlp_norm, self.eps, normed.view_mut());
-            let mut gate = Array2::zeros((m, self.gate.weight.rows()));
-            let mut up = Array2::zeros(gate.dim());
-            forward_all(
-                normed.view(),
-                vec![(&self.gate, gate.view_mut()), (&self.up, up.view_mut())],
-            );
-            gate.axis_iter_mut(Axis(0))
-                .into_par_iter()
-                .zip(up.axis_iter(Axis(0)))
-                .for_each(|(mut gate, up)| simd::silu_mul(elements_mut(&mut gate), elements(&up)));
-            drop(up);
-            self.down.forward(gate.view(), delta.view_mut());
-            hidden += &delta;
+            self.mlp.forward(normed.view(), delta.view_mut());
+            self.add(&mut hidden, &delta);
+        }
+    }
+
+    /// Adds the output of attention or MLP to the residual stream.
+    fn add(&self, hidden: &mut ArrayViewMut2<f32>, delta: &Array2<f32>) {
+        match self.factors.residual {
+            1.0 => *hidden += delta,
+            factor => hidden.scaled_add(factor, delta),
         }
     }
 
@@ -172,17 +171,8 @@ impl Layer {
     /// # Errors
     /// Rows that are not whole blocks; a temporary file that cannot be written.
     pub fn rounded(mut self, quant: Option<Quant>) -> Result<Self> {
-        let Self {
-            q,
-            k,
-            v,
-            o,
-            gate,
-            up,
-            down,
-            ..
-        } = &mut self;
-        for linear in [q, k, v, o, gate, up, down] {
+        let attention = [&mut self.q, &mut self.k, &mut self.v, &mut self.o];
+        for linear in attention.into_iter().chain(self.mlp.linears_mut()) {
             linear.weight = linear.weight.rounded(quant)?;
         }
         Ok(self)
@@ -190,11 +180,9 @@ impl Layer {
 
     /// Lists the weights of the layer's projections.
     pub fn weights(&self) -> Vec<&Weight> {
-        [
-            &self.q, &self.k, &self.v, &self.o, &self.gate, &self.up, &self.down,
-        ]
-        .map(|l| &l.weight)
-        .to_vec()
+        let attention = [&self.q, &self.k, &self.v, &self.o];
+        let linears = attention.into_iter().chain(self.mlp.linears());
+        linears.map(|linear| &linear.weight).collect()
     }
 
     /// Returns the bytes of the projections' weights in the checkpoint.

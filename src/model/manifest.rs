@@ -4,7 +4,7 @@ use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value};
 
 use super::config::{MAX_HEAD_DIM, ModelConfig};
-use super::rope::{Rope, RopeConfig};
+use super::rope::{Rope, RopeConfig, Ropes};
 use super::sizes::Sizes;
 use crate::error::{Error, Result};
 
@@ -24,6 +24,9 @@ pub struct ModelManifest {
     pub sizes: Sizes,
     /// Rotary embedding.
     pub rope: RopeConfig,
+    /// Layers without it.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub no_rope_layers: Vec<usize>,
     /// Sliding window of every layer; `None` = all positions are visible.
     pub windows: Vec<Option<usize>>,
     /// The model's context; `None` in files of earlier versions.
@@ -73,11 +76,18 @@ impl ModelManifest {
         if !valid {
             return Err(Error::failed("`model.windows` is invalid"));
         }
+        if self
+            .no_rope_layers
+            .iter()
+            .any(|layer| *layer >= self.sizes.n_layers)
+        {
+            return Err(Error::failed("`model.no_rope_layers` is invalid"));
+        }
         Rope::new(&self.rope, self.sizes.head_dim.min(MAX_HEAD_DIM)).check()
     }
 
-    /// Computes the model's rotary embedding.
-    pub fn rope(&self) -> Rope {
-        Rope::new(&self.rope, self.sizes.head_dim)
+    /// Computes the rotary embeddings of the model's layers.
+    pub fn ropes(&self) -> Ropes {
+        Ropes::new(&self.rope, self.sizes.head_dim, self.no_rope_layers.clone())
     }
 }

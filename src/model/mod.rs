@@ -7,12 +7,14 @@
 pub mod chat;
 pub mod config;
 pub mod decoder;
+pub mod families;
 pub mod fields;
 pub mod folder;
 pub mod forward;
 pub mod gguf;
 pub mod layer;
 pub mod manifest;
+pub mod mlp;
 pub mod random;
 pub mod rope;
 pub mod sizes;

@@ -9,7 +9,7 @@ use rand_chacha::ChaCha8Rng;
 use super::config::ModelConfig;
 use super::decoder::Decoder;
 use super::layer::Layer;
-use super::rope::Rope;
+use super::mlp::Gated;
 use super::weights::Checkpoint;
 use crate::compute::linear::Linear;
 use crate::error::Result;
@@ -26,7 +26,7 @@ const NUMBERS: usize = 65_521;
 pub fn decoder(config: ModelConfig) -> Result<Decoder> {
     let embedding = weight(config.vocab_size, config.hidden_size)?;
     Ok(Decoder {
-        rope: Rope::new(&config.rope, config.head_dim),
+        ropes: config.ropes(),
         checkpoint: Checkpoint::default(),
         norm: vec![1.0; config.hidden_size],
         head: Linear {
@@ -59,7 +59,7 @@ pub fn layer(c: &ModelConfig, index: usize) -> Result<Layer> {
         n_kv_heads: c.n_kv_heads,
         head_dim: c.head_dim,
         eps: c.rms_norm_eps,
-        window: c.windows[index],
+        window: c.blocks[index].window,
         input_norm: vec![1.0; hidden],
         q: linear(q, hidden, c.qkv_bias)?,
         k: linear(kv, hidden, c.qkv_bias)?,
@@ -68,9 +68,12 @@ pub fn layer(c: &ModelConfig, index: usize) -> Result<Layer> {
         q_norm: norm(),
         k_norm: norm(),
         mlp_norm: vec![1.0; hidden],
-        gate: linear(inner, hidden, c.mlp_bias)?,
-        up: linear(inner, hidden, c.mlp_bias)?,
-        down: linear(hidden, inner, c.mlp_bias)?,
+        mlp: Gated {
+            gate: linear(inner, hidden, c.mlp_bias)?,
+            up: linear(inner, hidden, c.mlp_bias)?,
+            down: linear(hidden, inner, c.mlp_bias)?,
+        },
+        factors: c.multipliers,
     })
 }
 
@@ -79,7 +82,7 @@ pub fn layer(c: &ModelConfig, index: usize) -> Result<Layer> {
 pub fn bytes(c: &ModelConfig) -> f64 {
     // As an f64, in which no product overflows.
     let [layers, hidden, inner, vocab] =
-        [c.n_layers, c.hidden_size, c.intermediate_size, c.vocab_size].map(|n| n as f64);
+        [c.n_layers(), c.hidden_size, c.intermediate_size, c.vocab_size].map(|n| n as f64);
     let [h, g, d] = [c.n_heads, c.n_kv_heads, c.head_dim].map(|n| n as f64);
     2.0 * hidden * (layers * (2.0 * (h + g) * d + 3.0 * inner) + vocab)
 }

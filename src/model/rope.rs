@@ -15,7 +15,7 @@ use crate::error::{Error, Result};
 /// Largest frequency or factor that is accepted; those of real models are at most a few units.
 const LARGEST: f32 = 1e6;
 
-/// The rotary embedding of a model: angular frequencies and the factor on cos and sin.
+/// A rotary embedding: angular frequencies and the factor on cos and sin.
 #[derive(Clone, Debug)]
 pub struct Rope {
     /// Angular frequencies w_i, i in 0..d/2, in f32 as the model computes them.
@@ -147,6 +147,82 @@ impl Rope {
             parts.for_each(|(position, row)| table.rotate(row, position));
         }
         Ok(())
+    }
+}
+
+/// The rotary embeddings of a model's layers.
+///
+/// A layer without one has the rotation by angles of 0, which changes nothing: x cos 0 - y sin 0 is x to the last bit.
+#[derive(Clone, Debug)]
+pub struct Ropes {
+    own: Rope,
+    none: Rope,
+    /// The layers without rotation.
+    without: Vec<usize>,
+}
+
+impl Ropes {
+    /// Computes the frequencies of a model with heads of `head_dim` channels, whose layers `without` do not rotate.
+    pub fn new(config: &RopeConfig, head_dim: usize, without: Vec<usize>) -> Self {
+        let own = Rope::new(config, head_dim);
+        let none = Rope {
+            inv_freq: vec![0.0; own.inv_freq.len()],
+            attention_factor: 1.0,
+        };
+        Self { own, none, without }
+    }
+
+    /// Gives every layer the same rotary embedding.
+    pub fn same(rope: Rope) -> Self {
+        Self {
+            none: rope.clone(),
+            own: rope,
+            without: Vec::new(),
+        }
+    }
+
+    /// Returns the rotary embedding of a layer.
+    pub fn of(&self, layer: usize) -> &Rope {
+        match self.without.contains(&layer) {
+            true => &self.none,
+            false => &self.own,
+        }
+    }
+
+    /// Computes something from the rotary embedding of each of `n` layers, once for all layers that have the same.
+    pub fn map<T: Clone>(&self, n: usize, compute: impl Fn(&Rope) -> T) -> Vec<T> {
+        let own = compute(&self.own);
+        let none = (!self.without.is_empty()).then(|| compute(&self.none));
+        let of = |layer: usize| {
+            none.as_ref()
+                .filter(|_| self.without.contains(&layer))
+                .unwrap_or(&own)
+        };
+        (0..n).map(|layer| of(layer).clone()).collect()
+    }
+
+    /// Computes the cosines and sines of a range of positions.
+    pub fn tables(&self, positions: Range<usize>) -> RopeTables<'_> {
+        RopeTables {
+            none: (!self.without.is_empty()).then(|| self.none.table(positions.clone())),
+            own: self.own.table(positions),
+            without: &self.without,
+        }
+    }
+}
+
+/// The cosines and sines of a range of positions, for every layer.
+pub struct RopeTables<'a> {
+    own: RopeTable,
+    none: Option<RopeTable>,
+    without: &'a [usize],
+}
+
+impl RopeTables<'_> {
+    /// Returns the table of a layer.
+    pub fn of(&self, layer: usize) -> &RopeTable {
+        let none = self.none.as_ref().filter(|_| self.without.contains(&layer));
+        none.unwrap_or(&self.own)
     }
 }
 

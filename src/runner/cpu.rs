@@ -47,8 +47,8 @@ impl<'a> CpuBackend<'a> {
         };
         let layer = |layer: usize| (0..c.n_kv_heads).map(|kv_head| head(layer, kv_head)).collect();
         Self {
-            heads: (0..c.n_layers).map(layer).collect(),
-            counts: vec![Counts::NONE; c.n_layers],
+            heads: (0..c.n_layers()).map(layer).collect(),
+            counts: vec![Counts::NONE; c.n_layers()],
             forward,
             options,
             shares: Shares::default(),
@@ -100,10 +100,11 @@ impl<'a> Session<'a> {
 
 impl Backend for CpuBackend<'_> {
     fn prompt(&mut self, ids: &[u32], first: usize, done: &mut dyn FnMut(usize)) -> Result<Array1<f32>> {
-        let windows = &self.forward.decoder().config.windows;
+        let blocks = &self.forward.decoder().config.blocks;
         let heads = &mut self.heads;
-        let cache =
-            &mut |layer: usize, rows| prefill_heads(heads[layer].iter_mut().collect(), rows, windows[layer]);
+        let cache = &mut |layer: usize, rows| {
+            prefill_heads(heads[layer].iter_mut().collect(), rows, blocks[layer].window)
+        };
         self.forward.prompt(ids, first, cache, done)
     }
 
@@ -111,11 +112,11 @@ impl Backend for CpuBackend<'_> {
         let options = self.options;
         let mut shares = Shares::default();
         let (heads, counts) = (&mut self.heads, &mut self.counts);
-        let windows = &self.forward.decoder().config.windows;
+        let blocks = &self.forward.decoder().config.blocks;
         let attend = &mut |index: usize, rows: &Rows, out: ArrayViewMut3<f32>| {
             let heads = &mut heads[index];
             let r = rows.q_rope.len_of(Axis(0)) / heads.len();
-            let set = StaticSet::at(at.position, windows[index], options.sinks, options.window);
+            let set = StaticSet::at(at.position, blocks[index].window, options.sinks, options.window);
             let stepped = step_layer(heads, rows, at.step, &set, &options, out);
             let chosen = stepped.iter().map(|(choice, _)| choice);
             shares.add_layer(chosen.clone(), &set, r);
@@ -151,9 +152,9 @@ impl Backend for CpuBackend<'_> {
         let mut heads: Vec<Vec<Head>> = layers
             .map(|heads| heads.iter_mut().map(in_full).collect())
             .collect();
-        let (options, windows) = (self.options, &self.forward.decoder().config.windows);
+        let (options, blocks) = (self.options, &self.forward.decoder().config.blocks);
         let logits = self.forward.step(&[id], position, &mut |index, rows, out| {
-            let set = StaticSet::at(position, windows[index], options.sinks, options.window);
+            let set = StaticSet::at(position, blocks[index].window, options.sinks, options.window);
             step_layer(&mut heads[index], rows, 0, &set, &options, out);
             Ok(())
         })?;

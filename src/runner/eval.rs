@@ -24,6 +24,7 @@ use crate::kv::sample::greedy;
 use crate::kv::{Budget, StaticSet};
 use crate::method::Method;
 use crate::model::Forward;
+use crate::model::config::Block;
 pub use bootstrap::{Bootstrap, FEWEST};
 use judge::Prediction;
 pub use judge::{Mean, Metrics, StepLoss};
@@ -310,22 +311,22 @@ impl<'a> Evaluation<'a> {
 
     /// Counts the layers of the model.
     pub fn n_layers(&self) -> usize {
-        self.forward.decoder().config.n_layers
+        self.forward.decoder().config.n_layers()
     }
 
     /// Lists the layers in which, in a context of `n` positions, the static set covers everything that a step sees, so
     /// that there is nothing to choose.
     pub fn without_choice(&self, n: usize) -> Vec<usize> {
-        let windows = self.forward.decoder().config.windows.iter().enumerate();
+        let blocks = self.forward.decoder().config.blocks.iter().enumerate();
         let Options { sinks, window, .. } = self.options;
-        let is_full = |model_window: &Option<usize>| {
+        let is_full = |block: &Block| {
             n > 0
-                && StaticSet::at(n - 1, *model_window, sinks, window)
+                && StaticSet::at(n - 1, block.window, sinks, window)
                     .candidates
                     .is_empty()
         };
-        windows
-            .filter(|(_, of)| is_full(of))
+        blocks
+            .filter(|(_, block)| is_full(block))
             .map(|(layer, _)| layer)
             .collect()
     }
@@ -361,10 +362,10 @@ impl<'a> Evaluation<'a> {
         let mut shares = vec![Shares::default(); self.variants.len()];
         let (variants, reports, options) = (&self.variants, &mut self.reports, &self.options);
         let (t, step, heads) = (fed.len, fed.steps, &mut fed.heads);
-        let windows = &self.forward.decoder().config.windows;
+        let blocks = &self.forward.decoder().config.blocks;
         let logits = self.forward.step(ids, t, &mut |layer, rows, mut out| {
             let group = rows.q_rope.len_of(Axis(0)) / heads[layer].len();
-            let set = StaticSet::at(t, windows[layer], options.sinks, options.window);
+            let set = StaticSet::at(t, blocks[layer].window, options.sinks, options.window);
             let input = StepInput {
                 rows,
                 group,
@@ -391,7 +392,7 @@ impl<'a> Evaluation<'a> {
         fed.len += 1;
         fed.steps += 1;
         for (report, shares) in self.reports.iter_mut().zip(&shares) {
-            report.add_step(shares, windows.len());
+            report.add_step(shares, blocks.len());
         }
         Ok(logits)
     }

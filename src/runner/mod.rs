@@ -44,7 +44,7 @@ impl Options {
             kv_head,
             group: config.group(),
             head_dim: config.head_dim,
-            model_window: config.windows[layer],
+            model_window: config.blocks[layer].window,
             sinks: self.sinks,
             window: self.window,
             budget: self.budget,

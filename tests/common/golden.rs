@@ -61,9 +61,9 @@ pub fn exact_logits(
     mut tap: impl FnMut(usize, &States, &Array3<f32>),
 ) -> Array1<f32> {
     let mut hidden = decoder.embed(ids).unwrap();
-    for i in 0..decoder.config.n_layers {
+    for i in 0..decoder.config.n_layers() {
         let layer = decoder.layer(i).unwrap();
-        layer.forward(&decoder.rope, hidden.view_mut(), |states, k_rope| {
+        layer.forward(decoder.ropes.of(i), hidden.view_mut(), |states, k_rope| {
             tap(i, states, k_rope)
         });
     }

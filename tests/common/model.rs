@@ -25,7 +25,7 @@ pub fn method(name: &str) -> MethodName {
 pub fn prepared(name: MethodName, artifact: Option<&Artifact>, decoder: &Decoder) -> Box<dyn Method> {
     let ask = Ask {
         artifact,
-        rope: &decoder.rope,
+        ropes: &decoder.ropes,
         sizes: decoder.config.sizes(),
         params: &MethodParams::default(),
         seed: 0,
@@ -76,11 +76,12 @@ pub struct Captured {
 /// Computes the states of every layer along a document.
 pub fn captured(decoder: &Decoder, ids: &[u32]) -> Vec<Captured> {
     let mut hidden = decoder.embed(ids).unwrap();
-    let table = decoder.rope.table(0..ids.len());
     let layer = |i: usize| {
         let mut out = None;
+        let rope = decoder.ropes.of(i);
+        let table = rope.table(0..ids.len());
         let layer = decoder.layer(i).unwrap();
-        layer.forward(&decoder.rope, hidden.view_mut(), |s, k_rope| {
+        layer.forward(rope, hidden.view_mut(), |s, k_rope| {
             out = Some(Captured {
                 q_pre: s.q_pre.clone(),
                 q_rope: rotated(&s.q_pre, &table),
@@ -91,5 +92,5 @@ pub fn captured(decoder: &Decoder, ids: &[u32]) -> Vec<Captured> {
         });
         out.unwrap()
     };
-    (0..decoder.config.n_layers).map(layer).collect()
+    (0..decoder.config.n_layers()).map(layer).collect()
 }

@@ -38,7 +38,7 @@ fn captured_states(driver: &dyn Driver, golden: &Golden) {
     let c = &golden.decoder.config;
     let layers = CudaLayers::new(driver, &golden.decoder, Precision::F32).unwrap();
     let mut hidden: Array2<f32> = golden.decoder.embed(&golden.ids).unwrap();
-    for i in 0..c.n_layers {
+    for i in 0..c.n_layers() {
         let check = |name: &str, heads, actual: &Array3<f32>| {
             let error = relative_error(actual, &golden.tensor(&format!("layer{i}.{name}"), heads));
             assert!(error < 1e-4, "layer {i} {name}: {error}");

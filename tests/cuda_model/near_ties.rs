@@ -22,7 +22,7 @@ const DEVIATIONS: f64 = 8.0;
 pub fn bound(decoder: &Decoder, n: usize, logits: &Array1<f32>) -> f64 {
     let c = &decoder.config;
     let layer = 2 * c.hidden_size + c.head_dim + n + c.n_heads * c.head_dim + c.intermediate_size;
-    let terms = (c.n_layers * layer + c.hidden_size) as f64;
+    let terms = (c.n_layers() * layer + c.hidden_size) as f64;
     let squares: f64 = logits.iter().map(|x| f64::from(*x).powi(2)).sum();
     let size = (squares / logits.len() as f64).sqrt();
     DEVIATIONS * 2.0 * terms.sqrt() * 0.5f64.powi(24) * size

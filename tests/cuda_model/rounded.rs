@@ -29,20 +29,20 @@ pub fn logits(decoder: &Decoder, ids: &[u32], round: Round) -> Vec<f64> {
         .into_iter()
         .map(|row| row.iter().map(|v| f64::from(*v)).collect())
         .collect();
-    for i in 0..c.n_layers {
+    for i in 0..c.n_layers() {
         let layer = decoder.layer(i).unwrap();
         // Of the last layer one row goes on.
-        let last = i + 1 == c.n_layers;
+        let last = i + 1 == c.n_layers();
         let attended = attend(decoder, &layer, &hidden, inputs, round);
         let rest: Round = if last { |v| v } else { inputs };
         for (row, attended) in hidden.iter_mut().zip(&attended) {
             add(row, &product(&layer.o, attended, rest));
             let normed = norm(row, &layer.mlp_norm, layer.eps);
-            let gate = product(&layer.gate, &normed, rest);
-            let up = product(&layer.up, &normed, rest);
+            let gate = product(&layer.mlp.gate, &normed, rest);
+            let up = product(&layer.mlp.up, &normed, rest);
             let silu = |(g, u): (&f64, &f64)| g / (1.0 + (-g).exp()) * u;
             let activated: Vec<f64> = gate.iter().zip(&up).map(silu).collect();
-            add(row, &product(&layer.down, &activated, rest));
+            add(row, &product(&layer.mlp.down, &activated, rest));
         }
     }
     let row = norm(hidden.last().unwrap(), &decoder.norm, c.rms_norm_eps);
@@ -99,7 +99,7 @@ fn attend(
 }
 
 fn rotate(decoder: &Decoder, x: &[f64], position: usize) -> Vec<f64> {
-    let table = decoder.rope.table(position..position + 1);
+    let table = decoder.ropes.of(0).table(position..position + 1);
     let [cos, sin] = table.parts();
     let half = x.len() / 2;
     let mut out = x.to_vec();

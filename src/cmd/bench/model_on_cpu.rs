@@ -75,7 +75,7 @@ pub(super) fn run(args: &ModelArgs, global: &Global) -> Result<()> {
         None => drawn.into_iter().try_for_each(|(name, config)| {
             let decoder = random::decoder(config)?.rounded(quant)?;
             let layers =
-                (0..decoder.config.n_layers).map(|i| random::layer(&decoder.config, i)?.rounded(quant));
+                (0..decoder.config.n_layers()).map(|i| random::layer(&decoder.config, i)?.rounded(quant));
             let forward = CpuForward::of(&decoder, layers.collect::<Result<_>>()?);
             timing.all(&name, &forward)
         }),
@@ -131,7 +131,7 @@ impl Timing<'_> {
         };
         let group = c.n_heads / c.n_kv_heads;
         let setting = LayerSetting::attending(caches, layer, group, method, bench);
-        let mut backend = CpuBackend::filled(Box::new(forward), options, filled(&setting, c.n_layers)?);
+        let mut backend = CpuBackend::filled(Box::new(forward), options, filled(&setting, c.n_layers())?);
         let mut steps = 0;
         let times = measure(args.runs, || {
             let start = Instant::now();

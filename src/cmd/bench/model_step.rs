@@ -79,7 +79,7 @@ impl ModelArgs {
     pub(super) fn cache_bytes(&self, c: &ModelConfig, context: usize) -> f64 {
         let positions = context as f64 + STEPS as f64 * (self.runs as f64 + 1.0);
         let position = self.caches.kv.bytes_per_position(c.head_dim) as f64;
-        positions * c.n_layers as f64 * c.n_kv_heads as f64 * position
+        positions * c.n_layers() as f64 * c.n_kv_heads as f64 * position
     }
 }
 

@@ -94,7 +94,7 @@ impl CalibrationRun<'_> {
         };
         let done = finished.len();
         self.log
-            .note(&format!("resuming at layer {done} (0-{})", c.n_layers - 1));
+            .note(&format!("resuming at layer {done} (0-{})", c.n_layers() - 1));
         for parts in finished {
             add_layer(sections, parts)?;
         }
@@ -104,6 +104,7 @@ impl CalibrationRun<'_> {
     /// Runs the next layer of the model and keeps the states that the fits read.
     fn capture(&self, capture: &mut Capture, progress: &Progress) -> Result<Captured> {
         self.stage(progress, capture.next_layer, "capture");
+        let rope = self.decoder.ropes.of(capture.next_layer);
         let c = &self.decoder.config;
         let rows = &self.query_rows;
         let rows_of = |heads: usize| Array3::zeros((heads, self.corpus.n_tokens(), c.head_dim));
@@ -112,7 +113,6 @@ impl CalibrationRun<'_> {
         let mut sums = QuerySums::new(c.n_kv_heads, c.head_dim);
         capture.layer(progress, &mut |block, states| {
             let (q_pre, kept) = (states.q_pre.view(), &self.kept[block.clone()]);
-            let rope = &self.decoder.rope;
             sums.add(&QuerySums::of_block(
                 self.device,
                 c.n_kv_heads,
@@ -136,8 +136,8 @@ impl CalibrationRun<'_> {
             keys,
             queries,
             values,
-            moments: sums.at(self.position, &self.decoder.rope),
-            own_moments: sums.at(Position::Own, &self.decoder.rope),
+            moments: sums.at(self.position, rope),
+            own_moments: sums.at(Position::Own, rope),
             sums,
         })
     }
@@ -164,7 +164,7 @@ impl CalibrationRun<'_> {
             let states = LayerStates {
                 layer,
                 sizes: self.decoder.config.sizes(),
-                window: self.decoder.config.windows[layer],
+                window: self.decoder.config.blocks[layer].window,
                 device: kind.device(self.device),
                 keys: &|head| Ok(captured.keys.index_axis(Axis(0), head).to_owned()),
                 queries: &|head| {
@@ -180,7 +180,7 @@ impl CalibrationRun<'_> {
                 sums: Some(&captured.sums),
                 block_start: &self.corpus.block_start,
                 kept: self.kept,
-                rope: &self.decoder.rope,
+                rope: self.decoder.ropes.of(layer),
             };
             let units = self.corpus.n_tokens() as u64;
             let part = self.time(stages, layer, kind.facts().stage, || {
@@ -208,7 +208,7 @@ impl CalibrationRun<'_> {
 
     /// Shows in the progress bar what is being done.
     fn stage(&self, progress: &Progress, layer: usize, what: &str) {
-        let n_layers = self.decoder.config.n_layers;
+        let n_layers = self.decoder.config.n_layers();
         progress.layer(layer, n_layers, what);
     }
 

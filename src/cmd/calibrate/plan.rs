@@ -109,7 +109,7 @@ impl MemoryPlan {
         };
         // Memory for the states of later blocks is reserved but not in use yet.
         let block =
-            |i: usize| states(corpus.block(i).end) + block_bytes(c, corpus.block(i).len(), c.n_layers > 1);
+            |i: usize| states(corpus.block(i).end) + block_bytes(c, corpus.block(i).len(), c.n_layers() > 1);
         // On every thread, a head: its queries three times, its keys four times, its values, and what its caches and
         // indices take.
         let heads = text.threads.min(c.n_kv_heads) * (3 * c.group() + 8);
@@ -125,7 +125,7 @@ impl MemoryPlan {
         let verdict = judged.passes.iter().map(pass).max().unwrap_or(0);
         Self {
             program: PROGRAM_BYTES + text.threads * THREAD_BYTES,
-            kept: kept_bytes(c, text.longest_block, c.n_layers > 1 || judged.variants > 0),
+            kept: kept_bytes(c, text.longest_block, c.n_layers() > 1 || judged.variants > 0),
             hidden: text.n * c.hidden_size * float,
             states: states(text.n),
             results: store::total_bytes(sections.iter().flat_map(|section| &section.specs)),

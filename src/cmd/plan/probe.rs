@@ -88,7 +88,7 @@ pub fn times(
     let blocks: Vec<f64> = blocks.map(|rows| forward.capture(rows)).collect();
     stages.add(CAPTURE, blocks.iter().sum());
     let small = Small::measure(settings, config, corpus.n_tokens(), global)?;
-    let heads = (config.n_layers * config.n_kv_heads) as f64 / small.heads as f64;
+    let heads = (config.n_layers() * config.n_kv_heads) as f64 / small.heads as f64;
     for fit in fits {
         let stage = fit.kind().facts().stage;
         stages.add(stage, heads * small.at(stage, work(fit.as_ref(), corpus)));
@@ -194,7 +194,7 @@ impl ForwardTime {
             layer: Line::through(rows, times),
             states: Line::through(rows, BLOCKS.map(project)),
             pair,
-            windows: c.windows.clone(),
+            windows: c.windows(),
         })
     }
 

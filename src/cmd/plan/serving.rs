@@ -86,8 +86,8 @@ impl Serving {
         codewords: Option<usize>,
         global: &Global,
     ) -> Result<Self> {
-        let sliding: Vec<usize> = config.windows.iter().flatten().copied().collect();
-        let full = config.n_layers - sliding.len();
+        let sliding: Vec<usize> = config.windows().into_iter().flatten().collect();
+        let full = config.n_layers() - sliding.len();
         let free = free_bytes().saturating_sub(weights_bytes);
         let cache = |kv: KvType| {
             let position = position_bytes(config.sizes(), kv);

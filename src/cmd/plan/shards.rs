@@ -126,7 +126,7 @@ impl ShardPlan {
 
     /// Plans `count` token shards, and as many layer parts if the model has as many layers.
     fn with(flags: &ShardFlags, job: &Job, count: usize) -> Result<Self> {
-        let n_layers = job.config.n_layers;
+        let n_layers = job.config.n_layers();
         let tokens = job.corpus.shards(count)?;
         let longest = job.longest(&tokens);
         let layers = layer_ranges(n_layers, fewest_ranges(n_layers, count));
@@ -138,8 +138,8 @@ impl ShardPlan {
             longest,
             layers,
             states: [Float::F32, Float::Bf16].map(|dtype| job.states(dtype)),
-            block: [job.sum_bytes(), job.config.n_layers * job.block_sums(1)],
-            sums: job.config.n_layers * job.block_sums(job.corpus.n_blocks()),
+            block: [job.sum_bytes(), job.config.n_layers() * job.block_sums(1)],
+            sums: job.config.n_layers() * job.block_sums(job.corpus.n_blocks()),
             commands: job.fits.iter().map(|fit| fit.command()).collect(),
         })
     }

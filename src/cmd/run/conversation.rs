@@ -234,7 +234,7 @@ impl Conversation<'_, '_> {
         }
         let chat = self.args.chat;
         if !chat {
-            let rows = ids.len() * config.n_layers * config.n_kv_heads;
+            let rows = ids.len() * config.n_layers() * config.n_kv_heads;
             let bytes = rows * self.kv.bytes_per_position(config.head_dim);
             log.note(&format!(
                 "prefill: {}, {} of KV cache",
@@ -273,7 +273,7 @@ impl Conversation<'_, '_> {
         let mut stream = TextStream::new(self.turns.tokenizer.as_ref());
         let start = Instant::now();
         let log = self.global.log();
-        let progress = log.prefill_progress(prompt.len(), self.turns.config().n_layers);
+        let progress = log.prefill_progress(prompt.len(), self.turns.config().n_layers());
         progress.stage(format!("prefill, {}", tokens(prompt.len())));
         let mut done = |tokens: usize| progress.advance(tokens as u64);
         let logits = self.session.prefill_watched(prompt, &mut done)?;

@@ -165,7 +165,7 @@ impl Timer<'_> {
     fn seconds(&self, method: MethodName, budget: Budget) -> Result<Option<f64>> {
         // The number of layers by the positions that they see.
         let mut layers: BTreeMap<usize, usize> = BTreeMap::new();
-        for window in &self.config.windows {
+        for window in self.config.windows() {
             let sees = window.map_or(self.length, |window| window.min(self.length));
             *layers.entry(sees).or_default() += 1;
         }

@@ -98,11 +98,11 @@ impl Ran<'_, '_, '_> {
     fn json(&self) -> Value {
         let total = self.total();
         let Conversation { kv, turns, .. } = self.conversation;
-        let windows = &self.conversation.turns.config().windows;
+        let blocks = &self.conversation.turns.config().blocks;
         let layer = |(i, layer): (usize, &Counts)| {
             json!({
                 "method": self.name(layer),
-                "model_window": windows[i],
+                "model_window": blocks[i].window,
                 "rows_read": layer.rows,
                 "bypasses": self.bypasses(i),
                 "full_heads": self.full_heads(i),

@@ -119,7 +119,7 @@ impl Judging<'_> {
         let params = MethodParams::default();
         let ask = Ask {
             artifact: Some(artifact),
-            rope: &self.decoder.rope,
+            ropes: &self.decoder.ropes,
             sizes: self.decoder.config.sizes(),
             params: &params,
             seed: self.global.seed,
@@ -191,7 +191,7 @@ impl Measurement<'_> {
         what: &str,
         work: impl FnOnce(&mut dyn FnMut(usize)) -> Result<T>,
     ) -> Result<T> {
-        let n_layers = self.judging.decoder.config.n_layers;
+        let n_layers = self.judging.decoder.config.n_layers();
         let progress = self.log().progress(n_layers as u64, "layers");
         work(&mut |layer| {
             progress.layer(layer, n_layers, what);

@@ -17,7 +17,7 @@ use crate::method::params::MethodParams;
 use crate::method::registry::METHODS;
 use crate::method::{a2ats, wpq};
 use crate::model::Sizes;
-use crate::model::rope::{Rope, RopeConfig, RopeScaling};
+use crate::model::rope::{Rope, RopeConfig, RopeScaling, Ropes};
 
 const AREA: &str = "methods";
 
@@ -114,7 +114,7 @@ fn prepared(name: &str, d: usize) -> Result<Box<dyn Method>> {
     params.lfps.lfps_theta = 0.85;
     let ask = Ask {
         artifact: None,
-        rope: &rope(d),
+        ropes: &Ropes::same(rope(d)),
         sizes: Sizes {
             n_layers: 1,
             n_heads: g * r,

@@ -191,7 +191,7 @@ fn states(driver: &dyn Driver, decoder: &Decoder) -> Result<Comparison> {
     );
     let mut all = Comparison::default();
     let mut hidden: Array2<f32> = decoder.embed(&ids(decoder, PROMPT))?;
-    for number in 0..decoder.config.n_layers {
+    for number in 0..decoder.config.n_layers() {
         let run = |layers: &dyn Layers, hidden: &mut Array2<f32>| -> Result<Vec<Array3<f32>>> {
             let mut seen = Vec::new();
             let mut tap = |states: &States| {
@@ -228,7 +228,7 @@ fn states(driver: &dyn Driver, decoder: &Decoder) -> Result<Comparison> {
 fn prepared(name: &str, decoder: &Decoder) -> Result<Box<dyn Method>> {
     let ask = Ask {
         artifact: None,
-        rope: &decoder.rope,
+        ropes: &decoder.ropes,
         sizes: decoder.config.sizes(),
         params: &MethodParams::default(),
         seed: 0,

@@ -11,7 +11,7 @@ use super::section::{CHOL, CODEBOOK, FitParams, MEAN, Rotation, SECTION};
 use crate::artifact::Artifact;
 use crate::compute::codewords::Codewords;
 use crate::error::{Error, Result};
-use crate::model::rope::{Rope, RopeTable};
+use crate::model::rope::{Rope, RopeTable, Ropes};
 use crate::stats::kmeans::Codebook;
 use crate::stats::linalg;
 use crate::stats::moments::Position;
@@ -70,12 +70,14 @@ pub struct HeadConstants<'a> {
 
 impl Codebooks {
     /// Reads the section and checks its digests and values.
-    pub fn load(artifact: &Artifact, rope: &Rope) -> Result<Self> {
+    pub fn load(artifact: &Artifact, ropes: &Ropes) -> Result<Self> {
         let section = artifact.checked_section(SECTION)?;
         let FitParams {
             size: m, rotation, ..
         } = section.params()?;
-        let rotation = QueryRotation::new(&rotation, rope);
+        let rotations = ropes.map(artifact.sizes.n_layers, |rope| {
+            QueryRotation::new(&rotation, rope)
+        });
         let d = artifact.sizes.head_dim;
         let n = artifact.sizes.n_layers * artifact.sizes.n_kv_heads;
         let codebook = Array3::from_shape_vec((n, m, d), section.widened(CODEBOOK)?)?;
@@ -84,7 +86,8 @@ impl Codebooks {
         let head = |i: usize| {
             let own = |x: &Array3<f32>| x.index_axis(Axis(0), i).to_owned();
             let mean = mean.row(i).to_owned();
-            let head = HeadCodebook::with_rotation(own(&codebook), mean, own(&chol), rotation.clone())?;
+            let rotation = rotations[i / artifact.sizes.n_kv_heads].clone();
+            let head = HeadCodebook::with_rotation(own(&codebook), mean, own(&chol), rotation)?;
             Ok(Arc::new(head))
         };
         let heads = (0..n).into_par_iter().map(head).collect::<Result<_>>()?;

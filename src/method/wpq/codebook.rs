@@ -16,7 +16,7 @@ use crate::artifact::Artifact;
 use crate::compute::layout::elements;
 use crate::compute::{gemm, simd};
 use crate::error::{Error, Result};
-use crate::model::rope::Rope;
+use crate::model::rope::Ropes;
 use crate::stats::kmeans::Codebook;
 use crate::stats::linalg;
 
@@ -95,8 +95,8 @@ pub(super) fn product(rows: ArrayView2<f32>, by: ArrayView2<f32>) -> Array2<f32>
 }
 
 impl HeadCodebooks {
-    /// Reads the section and checks its digests and values; `rope` is the model's rotation.
-    pub fn load(artifact: &Artifact, rope: &Rope) -> Result<Self> {
+    /// Reads the section and checks its digests and values; `ropes` are those of the model's layers.
+    pub fn load(artifact: &Artifact, ropes: &Ropes) -> Result<Self> {
         let section = artifact.checked_section(SECTION)?;
         let params: WpqParams = section.params()?;
         let (d, m) = (artifact.sizes.head_dim, params.groups());
@@ -111,7 +111,10 @@ impl HeadCodebooks {
             Center::Mean => (0..n).map(|_| None).collect(),
             Center::Path => {
                 let means = Array2::from_shape_vec((n, d), section.read(MEAN_PRE)?)?;
-                MeanPath::each(means.view(), rope).into_iter().map(Some).collect()
+                MeanPath::each(means.view(), ropes, artifact.sizes.n_kv_heads)
+                    .into_iter()
+                    .map(Some)
+                    .collect()
             }
         };
         let head = |(i, path): (usize, Option<MeanPath>)| {

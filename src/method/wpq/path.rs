@@ -12,7 +12,7 @@ use ndarray::{Array1, Array2, ArrayView1, ArrayView2, ArrayViewMut2};
 
 use super::waves::{LEFT_OUT, Walks, Waves};
 use crate::compute::layout::elements_mut;
-use crate::model::rope::Rope;
+use crate::model::rope::{Rope, Ropes};
 
 /// Consecutive positions for which rotated means are stored; those of later positions are rotated further.
 pub(super) const ARC: usize = 64;
@@ -33,11 +33,14 @@ impl MeanPath {
         Self::with(mean, rope, &Arc::new(Waves::new(rope)))
     }
 
-    /// Makes the paths of several means, `[n,d]`.
-    pub(super) fn each(means: ArrayView2<f32>, rope: &Rope) -> Vec<Self> {
-        let waves = Arc::new(Waves::new(rope));
-        let path = |mean: ArrayView1<f32>| Self::with(mean.to_owned(), rope, &waves);
-        means.rows().into_iter().map(path).collect()
+    /// Makes the paths of the means of all heads, `[layers g,d]`.
+    pub(super) fn each(means: ArrayView2<f32>, ropes: &Ropes, g: usize) -> Vec<Self> {
+        let waves = ropes.map(means.nrows().div_ceil(g), |rope| Arc::new(Waves::new(rope)));
+        let path = |(i, mean): (usize, ArrayView1<f32>)| {
+            let layer = i / g;
+            Self::with(mean.to_owned(), ropes.of(layer), &waves[layer])
+        };
+        means.rows().into_iter().enumerate().map(path).collect()
     }
 
     fn with(mean: Array1<f32>, rope: &Rope, waves: &Arc<Waves>) -> Self {

@@ -7,9 +7,8 @@ use serde_json::{Map, Value, json};
 use super::Gguf;
 use crate::error::Result;
 use crate::model::config::ModelConfig;
+use crate::model::families::in_gguf;
 
-/// Architectures that are read, of the same name in `model_type`. Mistral's models call themselves `llama`.
-pub const ARCHITECTURES: [&str; 3] = ["llama", "qwen2", "qwen3"];
 /// `low_freq_factor` and `high_freq_factor` of every published model with Llama 3.1's rope.
 const LLAMA3: (f64, f64) = (1.0, 4.0);
 
@@ -28,8 +27,9 @@ impl Gguf {
         let arch = self
             .text("general.architecture")
             .ok_or_else(|| self.unsupported("`general.architecture` is missing"))?;
-        if !ARCHITECTURES.contains(&arch) {
-            let supported = format!("supported: {}", ARCHITECTURES.join(", "));
+        if !in_gguf().any(|family| family.name == arch) {
+            let names: Vec<&str> = in_gguf().map(|family| family.name).collect();
+            let supported = format!("supported: {}", names.join(", "));
             return Err(self
                 .unsupported(format!("architecture `{arch}` is not supported"))
                 .hint(supported));

@@ -4,6 +4,7 @@ use std::sync::Arc;
 
 use super::{Gguf, TensorPlace};
 use crate::error::{Error, Result};
+use crate::model::families::{HeadRows, family};
 use crate::weight::{Shard, Stored, Weight};
 
 /// Names of the tensors outside layers, in both formats.
@@ -49,11 +50,10 @@ impl Gguf {
 
     /// Lists the tensors that the decoder knows.
     ///
-    /// llama.cpp rotates neighbouring channels in models of the architecture `llama`, and therefore stores the rows of each head
-    /// of q and k in the order 0, d/2, 1, d/2 + 1, ..; other architectures keep the order of transformers.
+    /// The family says in which order the rows of each head of q and k are.
     pub fn named(&self) -> Result<Vec<NamedTensor>> {
         let config = self.config()?;
-        let alternates = config.model_type == "llama";
+        let alternates = family(&config.model_type)?.gguf == Some(HeadRows::Alternating);
         let named = |(name, place): (&String, &TensorPlace)| {
             let found = checkpoint_name(name)?;
             let is_turned = alternates && (name.contains(".attn_q.") || name.contains(".attn_k."));

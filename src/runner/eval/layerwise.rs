@@ -199,8 +199,8 @@ impl Layerwise<'_> {
         done: &mut dyn FnMut(usize),
     ) -> Result<Vec<Run<'p>>> {
         let mut runs = self.start(passages, variants, measure)?;
-        let (config, rope) = (&self.decoder().config, &self.decoder().rope);
-        for index in 0..config.n_layers {
+        let (config, ropes) = (&self.decoder().config, &self.decoder().ropes);
+        for index in 0..config.n_layers() {
             let layer = self.layers.open(index)?;
             for run in &mut runs {
                 interrupt::check()?;
@@ -209,7 +209,7 @@ impl Layerwise<'_> {
                     .as_ref()
                     .map(|own| layer.project(own.view()))
                     .transpose()?;
-                let table = rope.table(0..run.passage.ids.len());
+                let table = ropes.of(index).table(0..run.passage.ids.len());
                 let input = LayerInput {
                     of: self,
                     index,
@@ -267,7 +267,7 @@ impl Layerwise<'_> {
     /// Computes from the logits what each step of a passage lost, and returns the reports with these losses.
     fn close(&self, mut run: Run) -> Result<Vec<VariantReport>> {
         let mut reports = std::mem::take(&mut run.reports);
-        let n_layers = self.decoder().config.n_layers;
+        let n_layers = self.decoder().config.n_layers();
         let own = run.own.as_ref();
         let own = own.ok_or_else(|| Error::failed("internal: no trajectories of the variants"))?;
         for (step, shares) in run.shares.iter().enumerate() {
@@ -307,7 +307,7 @@ impl LayerInput<'_> {
     }
 
     fn window(&self) -> Option<usize> {
-        self.of.decoder().config.windows[self.index]
+        self.of.decoder().config.blocks[self.index].window
     }
 
     fn set(&self, step: usize) -> StaticSet {

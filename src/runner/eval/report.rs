@@ -212,7 +212,7 @@ impl VariantReport {
     /// Makes an empty report on a model.
     pub fn new(c: &ModelConfig) -> Self {
         Self {
-            heads: vec![vec![Metrics::default(); c.n_kv_heads]; c.n_layers],
+            heads: vec![vec![Metrics::default(); c.n_kv_heads]; c.n_layers()],
             ..Self::default()
         }
     }

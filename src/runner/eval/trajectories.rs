@@ -76,7 +76,7 @@ impl Trajectories {
         let layer = |layer: usize| (0..c.n_kv_heads).map(|head| new(layer, head)).collect();
         Self {
             leaders: leaders(variants),
-            heads: (0..c.n_layers).map(layer).collect(),
+            heads: (0..c.n_layers()).map(layer).collect(),
             len: 0,
             steps: 0,
             judged,
@@ -92,7 +92,7 @@ impl Trajectories {
         ids: &[u32],
         done: &mut dyn FnMut(usize),
     ) -> Result<Vec<Array1<f32>>> {
-        let windows = &forward.decoder().config.windows;
+        let windows = forward.decoder().config.windows();
         let (heads, leaders) = (&mut self.heads, &self.leaders);
         let mut cache = |layer: usize, rows| prefill_full(&mut heads[layer], rows, windows[layer], leaders);
         let full = forward.prompt(ids, self.len, &mut cache, done)?;

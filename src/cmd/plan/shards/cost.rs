@@ -104,12 +104,12 @@ impl Job<'_> {
             wrope_position: 0,
         };
         let specs = dump::layer_specs(self.config.sizes(), self.corpus.n_tokens(), &options);
-        self.config.n_layers * store::total_bytes(&specs)
+        self.config.n_layers() * store::total_bytes(&specs)
     }
 
     /// Returns the bytes of one sum over the queries of all layers, f64 `[layers,g,d,d]`.
     pub fn sum_bytes(&self) -> usize {
-        self.config.n_layers * self.layer_sum()
+        self.config.n_layers() * self.layer_sum()
     }
 
     /// Returns the bytes of one sum over the queries of a layer, f64 `[g,d,d]`.
@@ -141,8 +141,8 @@ impl Job<'_> {
     fn token_shard(&self, blocks: &Range<usize>) -> Task {
         let (c, n) = (self.config, self.rows(blocks));
         let layer = self.heads_bytes(c.n_heads + 2 * c.n_kv_heads, n) + self.block_sums(blocks.len());
-        let moments = 3 * self.sum_bytes() + c.n_layers * c.n_kv_heads * size_of::<u64>();
-        let written = c.n_layers * layer + moments + TOKEN_BYTES * n;
+        let moments = 3 * self.sum_bytes() + c.n_layers() * c.n_kv_heads * size_of::<u64>();
+        let written = c.n_layers() * layer + moments + TOKEN_BYTES * n;
         let compute = self.times.map(|times| {
             let seconds: f64 = times.blocks[blocks.clone()].iter().sum();
             seconds + times.digest_seconds(written)
@@ -166,7 +166,7 @@ impl Job<'_> {
             .unwrap_or(0);
         // A head of the block on its way to the file, as it is and as bytes.
         let put = longest * c.head_dim * (size_of::<f32>() + Float::F32.bytes());
-        let block = block_bytes(c, longest, c.n_layers > 1) + put + 2 * self.layer_sum();
+        let block = block_bytes(c, longest, c.n_layers() > 1) + put + 2 * self.layer_sum();
         // The two sums of every layer; when they are written, also the rotated one, and all three as bytes and as a list.
         let sums = (2 * self.sum_bytes() + block).max(7 * self.sum_bytes());
         let ids = n * (size_of::<u32>() + 1);
@@ -198,12 +198,12 @@ impl Job<'_> {
                 .iter()
                 .map(|stage| stages.get(stage))
                 .sum();
-            let fits = (stages.total() - others) / self.config.n_layers as f64;
+            let fits = (stages.total() - others) / self.config.n_layers() as f64;
             layers as f64 * fits + times.digest_seconds(digested)
         });
-        let written = whole * layers / self.config.n_layers;
+        let written = whole * layers / self.config.n_layers();
         Task {
-            memory: memory + results.max().unwrap_or(0) * layers / self.config.n_layers,
+            memory: memory + results.max().unwrap_or(0) * layers / self.config.n_layers(),
             mapped: 0,
             // What was written is read again, to check it.
             read: digested + layers * picked + written,

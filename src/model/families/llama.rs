@@ -1,0 +1,26 @@
+//! Llama, and the many models of its form, SmolLM2 among them.
+
+use super::{Family, HeadRows, typed_windows};
+use crate::error::Result;
+use crate::model::config::ModelConfig;
+use crate::model::fields::Fields;
+
+pub(super) const FAMILY: Family = Family {
+    name: "llama",
+    gguf: Some(HeadRows::Alternating),
+    head_dim: None,
+    read,
+};
+
+pub(super) fn read(c: &Fields, model: &mut ModelConfig) -> Result<()> {
+    typed_windows(c, model.n_layers(), None)?;
+    biases(c, model)
+}
+
+/// Reads which projections have a bias.
+pub(super) fn biases(c: &Fields, model: &mut ModelConfig) -> Result<()> {
+    model.qkv_bias = c.bool_or("attention_bias", false)?;
+    model.o_bias = model.qkv_bias;
+    model.mlp_bias = c.bool_or("mlp_bias", false)?;
+    Ok(())
+}
