@@ -45,6 +45,8 @@ pub struct Found {
 struct Point {
     budget: f64,
     share: f64,
+    /// Whether it is of the first round, whose steps are too few for a result.
+    is_rough: bool,
 }
 
 /// The search for one method and share.
@@ -56,8 +58,8 @@ struct Search {
     /// A budget that reads at least the target.
     high: Point,
     best: Point,
-    /// Whether `best` is of the first round, whose steps are too few for a result.
-    is_rough: bool,
+    /// How many times as large as a share of the first round the share of all steps is, by the first guess.
+    drift: f64,
     /// Whether the last guess came much closer to the target than the guess before.
     is_fast: bool,
     /// Number of guesses that read as much as a budget tried before.
@@ -72,6 +74,7 @@ impl Search {
         let all = Point {
             budget: 1.0,
             share: 1.0,
+            is_rough: false,
         };
         let high = above.map_or(all, |above| known[above.max(1)]);
         let mut search = Self {
@@ -80,7 +83,7 @@ impl Search {
             low,
             high,
             best: low,
-            is_rough: true,
+            drift: 1.0,
             is_fast: true,
             repeats: 0,
         };
@@ -100,28 +103,44 @@ impl Search {
     }
 
     fn is_done(&self) -> bool {
-        !self.is_reachable() || self.repeats > 1 || !self.is_rough && self.miss(self.best) <= TOLERANCE
+        !self.is_reachable() || self.repeats > 1 || !self.best.is_rough && self.miss(self.best) <= TOLERANCE
     }
 
     /// Returns the next budget to try: where the line between both ends meets the target or, if lines converge too
     /// slowly, the middle of both ends on a logarithmic scale.
     fn guess(&self) -> f64 {
         let Self { low, high, .. } = self;
-        let part = (self.target - low.share) / (high.share - low.share).max(f64::MIN_POSITIVE);
+        let (least, most) = (self.share(low), self.share(high));
+        let part = (self.target - least) / (most - least).max(f64::MIN_POSITIVE);
         match self.is_fast {
-            true => low.budget + part.clamp(0.0, 1.0) * (high.budget - low.budget),
+            true => {
+                // Ends of the first round may enclose the target there alone.
+                let beyond = if low.is_rough || high.is_rough { 1.0 } else { 0.0 };
+                let budget = low.budget + part.clamp(-beyond, 1.0 + beyond) * (high.budget - low.budget);
+                budget.clamp(LEAST, 1.0)
+            }
             false => (low.budget.max(FLOOR) * high.budget.max(FLOOR)).sqrt(),
         }
     }
 
+    /// Returns the share of an end, corrected if it is of the first round.
+    fn share(&self, end: &Point) -> f64 {
+        if end.is_rough {
+            end.share * self.drift
+        } else {
+            end.share
+        }
+    }
+
     fn take(&mut self, point: Point) {
-        let before = if self.is_rough {
+        let before = if self.best.is_rough {
+            // The line between the ends met the target here.
+            self.drift = point.share / self.target;
             f64::INFINITY
         } else {
             self.miss(self.best)
         };
         let now = self.miss(point);
-        self.is_rough = false;
         let is_repeated = [self.low.share, self.high.share].contains(&point.share);
         self.repeats += usize::from(is_repeated);
         self.is_fast = (!self.is_fast || now < before / 2.0) && !is_repeated;
@@ -161,6 +180,7 @@ pub fn find(methods: usize, targets: &[f64], sample: &mut ReadShares) -> Result<
             .map(|(budget, share)| Point {
                 budget: *budget,
                 share: *share,
+                is_rough: true,
             })
             .collect::<Vec<_>>()
     });
@@ -184,7 +204,11 @@ pub fn find(methods: usize, targets: &[f64], sample: &mut ReadShares) -> Result<
             .collect();
         let shares = sample(&budgets, Sample::Fine)?;
         for ((search, budget), share) in open.iter_mut().zip(guesses).zip(shares) {
-            search.take(Point { budget, share });
+            search.take(Point {
+                budget,
+                share,
+                is_rough: false,
+            });
         }
     }
     Ok(searches.iter().map(Search::found).collect())
