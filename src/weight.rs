@@ -88,7 +88,7 @@ impl Weight {
         Ok(Self {
             file: Arc::new(Shard {
                 path: PathBuf::new(),
-                file,
+                file: None,
                 map,
             }),
             start: 0,
@@ -267,6 +267,7 @@ fn read_quantised(quant: Quant, row: &[u8], first: usize, out: &mut [f32]) {
 /// One mapped file of a checkpoint.
 pub(crate) struct Shard {
     pub(crate) path: PathBuf,
-    pub(crate) file: File,
+    /// The file, which is read where mapping would be slow; `None` for a temporary file, of which there can be thousands.
+    pub(crate) file: Option<File>,
     pub(crate) map: Mapped,
 }

@@ -2,12 +2,66 @@
 
 use crate::common::golden::{Golden, all, check_states, generate, options};
 use kvsmith::kv::KvType;
+use kvsmith::model::{Checkpoint, ModelConfig};
 use kvsmith::runner::Session;
 
 #[test]
 fn captured_states_match() {
     for (name, dir) in all() {
         check_states(&name, &Golden::open(&dir));
+    }
+}
+
+/// A new field in the configuration of all models would turn every artifact into one of another model.
+#[test]
+fn fingerprints_stay() {
+    const EXPECTED: [(&str, &str); 10] = [
+        (
+            "llama_d128",
+            "3847e0cffd5c85b3bd452fd0e632419557c74bc891b3200639b8e9656e3e10ac",
+        ),
+        (
+            "llama_default",
+            "be30ff827dcd15541b5e8853cf374d809302f8e4495dc98faddee29b96a87987",
+        ),
+        (
+            "llama_linear",
+            "a44c4f9d8049ee619d4385fd0fa7db67ea6d6824ec9da704a21b7deb5f069aae",
+        ),
+        (
+            "llama_llama3",
+            "1ffefd64c4467029f8ace90780b9bc0e71109df3a558d015177d3a92cce998d3",
+        ),
+        (
+            "llama_yarn",
+            "9089d9bc104f3c995d553d87391ed80ba8b540fb137a8c1978b83fe415b2a7c4",
+        ),
+        (
+            "mistral_sliding",
+            "b0953028543dfa9ded122bdaf9fe31f03bc5bc1940e7fc845f2e437ca1d1f6ad",
+        ),
+        (
+            "qwen2_bias",
+            "b2a59395b56f71937644fa85be57036f9fb6e1c85203b6318d1ec300958522a0",
+        ),
+        (
+            "qwen2_sliding",
+            "0272f16d8ebfe5912650f65b27b1d619a9f827592e1c5eca47cc67503c244231",
+        ),
+        (
+            "qwen3_norm",
+            "af7d15e276f01d0d134c18f088aab59e85d85d4afcc2449ec7c00c84d2a10fdf",
+        ),
+        (
+            "qwen3_yarn",
+            "8ac1ed947adf6f054c7f7a556174e3e5dfbb1030fbb9fd10880963e13c826259",
+        ),
+    ];
+    assert_eq!(all().len(), EXPECTED.len());
+    for ((name, dir), expected) in all().into_iter().zip(EXPECTED) {
+        let config = ModelConfig::load(&dir).unwrap();
+        let fingerprint = Checkpoint::open(&dir).unwrap().fingerprint(&config).unwrap();
+        assert_eq!((name.as_str(), fingerprint.as_str()), expected);
     }
 }
 

@@ -172,8 +172,12 @@ fn summary(artifact: &Artifact, args: &Args, is_brief: bool) -> Result<String> {
             match is_brief {
                 true => String::new(),
                 false => format!(
-                    ", rope {}, fingerprint {}",
+                    ", rope {}{}, fingerprint {}",
                     model.rope.scaling.name(),
+                    match model.no_rope_layers.len() {
+                        0 => String::new(),
+                        n => format!(" ({} without)", counted(n, "layer")),
+                    },
                     short(&model.fingerprint)
                 ),
             }

@@ -114,7 +114,12 @@ fn plan(settings: &Settings, probe: bool, shards: Option<&ShardFlags>, global: &
     };
     let shards = shards.map(|flags| ShardPlan::of(flags, &job));
     let shards = shards.transpose()?.flatten();
-    let serving = Serving::of(&config, weights.bytes, probe.then_some(codewords), global)?;
+    let serving = Serving::of(
+        &config,
+        [weights.bytes, weights.step],
+        probe.then_some(codewords),
+        global,
+    )?;
     let held_out = corpus.n_held_out();
     if global.json {
         let mut document = json!({
@@ -252,24 +257,27 @@ fn texts(settings: &Settings, config: &ModelConfig, global: &Global) -> Result<(
 struct Weights {
     /// Bytes of all weights of the model.
     bytes: usize,
-    /// Bytes of the weights of one layer's projections.
+    /// Bytes of the weights of the largest layer's projections.
     layer: usize,
     /// Bytes that a pass over a text reads: all but the output projection, unless the embedding is the same matrix.
     pass: usize,
+    /// Bytes that a decode step reads: of a mixture of experts, those that a token passes, and of two embeddings, the output
+    /// projection.
+    step: usize,
     /// Whether `bytes` is the size of existing files.
     read: bool,
 }
 
 impl Weights {
     fn of(c: &ModelConfig, dir: &Path) -> Self {
-        let (q, kv) = (c.n_heads * c.head_dim, c.n_kv_heads * c.head_dim);
-        let layer = c.hidden_size * (2 * q + 2 * kv + 3 * c.intermediate_size);
+        let each = c.layer_weights();
+        let sum = |which: usize| each.iter().map(|of| of[which]).sum::<f64>() as usize;
+        let (layers, read) = (sum(0), sum(1));
+        let layer = each.iter().map(|of| of[0]).fold(0.0, f64::max) as usize;
         let embeddings = if c.tie_word_embeddings { 1 } else { 2 };
         let embedding = c.vocab_size * c.hidden_size;
-        let (pass, all) = (
-            c.n_layers() * layer + embedding,
-            c.n_layers() * layer + embeddings * embedding,
-        );
+        let (pass, step) = (layers + embedding, read + embedding);
+        let all = layers + embeddings * embedding;
         let entries = std::fs::read_dir(dir).into_iter().flatten().flatten();
         let files = entries.map(|entry| entry.path());
         let weights = files.filter(|file| file.extension().is_some_and(|of| of == "safetensors"));
@@ -282,12 +290,14 @@ impl Weights {
                 bytes: 2 * all,
                 layer: 2 * layer,
                 pass: 2 * pass,
+                step: 2 * step,
                 read: false,
             },
             bytes => Self {
                 bytes,
                 layer: (bytes as f64 * layer as f64 / all as f64) as usize,
                 pass: (bytes as f64 * pass as f64 / all as f64) as usize,
+                step: (bytes as f64 * step as f64 / all as f64) as usize,
                 read: true,
             },
         }

@@ -30,6 +30,7 @@ pub fn check_model(c: &ModelConfig) -> Result<()> {
     let part = match c {
         _ if c.multipliers != Multipliers::ONE => "constant factors on activations",
         _ if !c.no_rope_layers().is_empty() => "layers without RoPE",
+        _ if c.blocks.iter().any(|block| block.experts.is_some()) => "mixtures of experts",
         _ => return LayerSizes::of(c).shape(1, 1).checked().map(drop),
     };
     Err(Error::failed(format!("CUDA: models with {part} are not supported")).hint("use --device cpu"))

@@ -8,6 +8,7 @@ use crate::compute::linear;
 use crate::error::{Error, Result};
 use crate::float::Float;
 use crate::model::Layer;
+use crate::model::mlp::FeedForward;
 
 /// A decoder layer's weights on the device.
 pub struct LayerWeights<'d> {
@@ -29,6 +30,9 @@ impl<'d> LayerWeights<'d> {
     /// # Errors
     /// Out of memory.
     pub fn upload(driver: &'d dyn Driver, layer: &Layer) -> Result<Self> {
+        let FeedForward::Gated(mlp) = &layer.mlp else {
+            return Err(Error::failed("internal: CUDA: a mixture of experts"));
+        };
         let joined = |linears: &[&linear::Linear]| upload(driver, linears);
         let vector = |values: &[f32]| Buffer::of(driver, "norms", values);
         let head_norm = |norm: &Option<Vec<f32>>| norm.as_deref().map(vector).transpose();
@@ -39,8 +43,8 @@ impl<'d> LayerWeights<'d> {
             k_norm: head_norm(&layer.k_norm)?,
             o: joined(&[&layer.o])?,
             mlp_norm: vector(&layer.mlp_norm)?,
-            gate_up: joined(&[&layer.mlp.gate, &layer.mlp.up])?,
-            down: joined(&[&layer.mlp.down])?,
+            gate_up: joined(&[&mlp.gate, &mlp.up])?,
+            down: joined(&[&mlp.down])?,
             window: layer.window,
         })
     }

@@ -7,7 +7,7 @@ use ndarray::{Array1, Array2, ArrayView1, ArrayView2, Axis};
 
 use super::config::ModelConfig;
 use super::layer::{Layer, States, rms_rows};
-use super::mlp::Gated;
+use super::mlp::{Experts, FeedForward, Gated};
 use super::rope::Ropes;
 use super::weights::Checkpoint;
 use crate::compute::layout::{elements, elements_mut};
@@ -108,6 +108,13 @@ impl Decoder {
                 .transpose()?;
             Ok(Linear { weight, bias })
         };
+        let gated = |part: &str, width: usize| -> Result<Gated> {
+            Ok(Gated {
+                gate: linear(&format!("{part}.gate_proj"), width, hidden, c.mlp_bias)?,
+                up: linear(&format!("{part}.up_proj"), width, hidden, c.mlp_bias)?,
+                down: linear(&format!("{part}.down_proj"), hidden, width, c.mlp_bias)?,
+            })
+        };
         let norm = |part: &str| c.qk_norm.then(|| vector(part, d)).transpose();
         let layer = Layer {
             index,
@@ -124,12 +131,19 @@ impl Decoder {
             q_norm: norm("self_attn.q_norm.weight")?,
             k_norm: norm("self_attn.k_norm.weight")?,
             mlp_norm: vector("post_attention_layernorm.weight", hidden)?,
-            mlp: Gated {
-                gate: linear("mlp.gate_proj", c.intermediate_size, hidden, c.mlp_bias)?,
-                up: linear("mlp.up_proj", c.intermediate_size, hidden, c.mlp_bias)?,
-                down: linear("mlp.down_proj", hidden, c.intermediate_size, c.mlp_bias)?,
+            mlp: match &c.blocks[index].experts {
+                None => FeedForward::Gated(gated("mlp", c.intermediate_size)?),
+                Some(of) => FeedForward::Experts(Experts {
+                    router: linear("mlp.gate", of.count, hidden, false)?,
+                    experts: (0..of.count)
+                        .map(|i| gated(&format!("mlp.experts.{i}"), of.width))
+                        .collect::<Result<_>>()?,
+                    active: of.active,
+                    normalises: of.normalises,
+                }),
             },
-            factors: c.multipliers,
+            query_factor: c.multipliers.query,
+            residual_factor: c.multipliers.residual,
         };
         layer.rounded(self.rounds_to)
     }

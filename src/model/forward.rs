@@ -148,7 +148,7 @@ impl<'a> CpuForward<'a> {
 
     /// Returns the bytes of the weights that a decode step reads.
     pub fn bytes(&self) -> usize {
-        let layers = self.layers.iter().map(Layer::bytes);
+        let layers = self.layers.iter().map(Layer::read_bytes);
         layers.sum::<usize>() + self.decoder.head.weight.bytes()
     }
 }

@@ -77,7 +77,7 @@ impl Gguf {
             tensors,
             file: Arc::new(Shard {
                 path: path.to_path_buf(),
-                file,
+                file: Some(file),
                 map,
             }),
         })

@@ -7,8 +7,8 @@
 use ndarray::{Array2, Array3, ArrayView2, ArrayViewMut2, ArrayViewMut3, Axis, s};
 use rayon::prelude::*;
 
-use super::config::{ModelConfig, Multipliers};
-use super::mlp::Gated;
+use super::config::ModelConfig;
+use super::mlp::FeedForward;
 use super::rope::{Rope, RopeTable};
 use crate::compute::attention;
 use crate::compute::layout::{elements, elements_mut};
@@ -54,10 +54,12 @@ pub struct Layer {
     pub k_norm: Option<Vec<f32>>,
     /// Weight of the RMS norm before the MLP, `[hidden]`.
     pub mlp_norm: Vec<f32>,
-    /// The MLP.
-    pub mlp: Gated,
-    /// Factor on the queries, and on what attention and MLP add to the residual stream.
-    pub factors: Multipliers,
+    /// The feed-forward part.
+    pub mlp: FeedForward,
+    /// Factor on the queries.
+    pub query_factor: f32,
+    /// Factor on what attention and MLP add to the residual stream.
+    pub residual_factor: f32,
 }
 
 /// A layer's q, k and v for m rows, after bias and q/k norm and before rotation.
@@ -105,8 +107,8 @@ impl Layer {
                 }
             }
         }
-        if self.factors.query != 1.0 {
-            states.q_pre *= self.factors.query;
+        if self.query_factor != 1.0 {
+            states.q_pre *= self.query_factor;
         }
         states
     }
@@ -130,7 +132,7 @@ impl Layer {
 
     /// Adds the output of attention or MLP to the residual stream.
     fn add(&self, hidden: &mut ArrayViewMut2<f32>, delta: &Array2<f32>) {
-        match self.factors.residual {
+        match self.residual_factor {
             1.0 => *hidden += delta,
             factor => hidden.scaled_add(factor, delta),
         }
@@ -172,7 +174,7 @@ impl Layer {
     /// Rows that are not whole blocks; a temporary file that cannot be written.
     pub fn rounded(mut self, quant: Option<Quant>) -> Result<Self> {
         let attention = [&mut self.q, &mut self.k, &mut self.v, &mut self.o];
-        for linear in attention.into_iter().chain(self.mlp.linears_mut()) {
+        for linear in attention.into_iter().chain(self.mlp.rounded_mut()) {
             linear.weight = linear.weight.rounded(quant)?;
         }
         Ok(self)
@@ -190,6 +192,13 @@ impl Layer {
         self.weights().into_iter().map(Weight::bytes).sum()
     }
 
+    /// Returns the bytes of the weights that a decode step reads.
+    pub fn read_bytes(&self) -> usize {
+        let attention = [&self.q, &self.k, &self.v, &self.o];
+        let attention = attention.iter().map(|linear| linear.weight.bytes());
+        attention.sum::<usize>() + self.mlp.read_bytes()
+    }
+
     /// Gives the layer's file pages back to the system.
     pub fn release(&self) {
         Weight::release(&self.weights());
@@ -200,7 +209,7 @@ impl Layer {
 /// the CPU: the thread keeps it for the next projection. `finished` says whether the outputs of layers are computed.
 pub fn kept_bytes(c: &ModelConfig, rows: usize, finished: bool) -> usize {
     let width = match finished {
-        true => c.hidden_size.max(c.n_heads * c.head_dim).max(c.intermediate_size),
+        true => c.hidden_size.max(c.n_heads * c.head_dim).max(c.widest_mlp()),
         false => c.hidden_size,
     };
     packed_floats(rows.min(ROWS), width) * size_of::<f32>()
@@ -210,7 +219,7 @@ pub fn kept_bytes(c: &ModelConfig, rows: usize, finished: bool) -> usize {
 /// hidden states and to [`kept_bytes`]; `finished` says whether the layer's output is computed too.
 pub fn block_bytes(c: &ModelConfig, rows: usize, finished: bool) -> usize {
     let (q, kv) = (c.n_heads * c.head_dim, c.n_kv_heads * c.head_dim);
-    let (hidden, inter) = (c.hidden_size, c.intermediate_size);
+    let (hidden, inter) = (c.hidden_size, c.widest_mlp());
     let chunk = rows.min(ROWS);
     let states = rows * (q + 2 * kv);
     let table = rows * c.head_dim;
@@ -218,7 +227,12 @@ pub fn block_bytes(c: &ModelConfig, rows: usize, finished: bool) -> usize {
     // The rotated keys, the queries of which the moments are computed, and the rotation tables of both.
     let tap = states + rows * kv + 2 * table + chunk * q;
     let attend = states + rows * (kv + q) + table;
-    let finish = rows * q + table + chunk * (2 * hidden + 2 * inter);
+    // At most all rows pass one expert, which takes a copy of them.
+    let experts = c.blocks.iter().filter_map(|block| block.experts.as_ref());
+    // And a list says, in 16 bytes that may double as it grows, where each row goes.
+    let mixture = experts.map(|of| of.count + 8 * of.active + 2 + 2 * hidden).max();
+    let mixture = mixture.unwrap_or(0);
+    let finish = rows * q + table + chunk * (2 * hidden + 2 * inter + mixture);
     let passes = match finished {
         true => vec![project, tap, attend, finish],
         false => vec![project, tap],

@@ -9,7 +9,7 @@ use rand_chacha::ChaCha8Rng;
 use super::config::ModelConfig;
 use super::decoder::Decoder;
 use super::layer::Layer;
-use super::mlp::Gated;
+use super::mlp::{Experts, FeedForward, Gated};
 use super::weights::Checkpoint;
 use crate::compute::linear::Linear;
 use crate::error::Result;
@@ -45,11 +45,18 @@ pub fn decoder(config: ModelConfig) -> Result<Decoder> {
 /// A temporary file that cannot be written.
 pub fn layer(c: &ModelConfig, index: usize) -> Result<Layer> {
     let (q, kv) = (c.n_heads * c.head_dim, c.n_kv_heads * c.head_dim);
-    let (hidden, inner) = (c.hidden_size, c.intermediate_size);
+    let hidden = c.hidden_size;
     let linear = |rows: usize, cols: usize, has_bias: bool| -> Result<Linear> {
         Ok(Linear {
             weight: weight(rows, cols)?,
             bias: has_bias.then(|| vec![0.0; rows]),
+        })
+    };
+    let gated = |width: usize| -> Result<Gated> {
+        Ok(Gated {
+            gate: linear(width, hidden, c.mlp_bias)?,
+            up: linear(width, hidden, c.mlp_bias)?,
+            down: linear(hidden, width, c.mlp_bias)?,
         })
     };
     let norm = || c.qk_norm.then(|| vec![1.0; c.head_dim]);
@@ -68,23 +75,24 @@ pub fn layer(c: &ModelConfig, index: usize) -> Result<Layer> {
         q_norm: norm(),
         k_norm: norm(),
         mlp_norm: vec![1.0; hidden],
-        mlp: Gated {
-            gate: linear(inner, hidden, c.mlp_bias)?,
-            up: linear(inner, hidden, c.mlp_bias)?,
-            down: linear(hidden, inner, c.mlp_bias)?,
+        mlp: match &c.blocks[index].experts {
+            None => FeedForward::Gated(gated(c.intermediate_size)?),
+            Some(of) => FeedForward::Experts(Experts {
+                router: linear(of.count, hidden, false)?,
+                experts: (0..of.count).map(|_| gated(of.width)).collect::<Result<_>>()?,
+                active: of.active,
+                normalises: of.normalises,
+            }),
         },
-        factors: c.multipliers,
+        query_factor: c.multipliers.query,
+        residual_factor: c.multipliers.residual,
     })
 }
 
-/// Returns the bytes of random weights in bf16, all of which a decode step reads: those of [`decoder`] with all its
-/// [`layer`]s, and those that a GPU draws.
+/// Returns the bytes of random weights in bf16: those of [`decoder`] with all its [`layer`]s, and those that a GPU draws.
 pub fn bytes(c: &ModelConfig) -> f64 {
-    // As an f64, in which no product overflows.
-    let [layers, hidden, inner, vocab] =
-        [c.n_layers(), c.hidden_size, c.intermediate_size, c.vocab_size].map(|n| n as f64);
-    let [h, g, d] = [c.n_heads, c.n_kv_heads, c.head_dim].map(|n| n as f64);
-    2.0 * hidden * (layers * (2.0 * (h + g) * d + 3.0 * inner) + vocab)
+    let layers: f64 = c.layer_weights().iter().map(|[all, _]| all).sum();
+    2.0 * (layers + c.hidden_size as f64 * c.vocab_size as f64)
 }
 
 fn weight(rows: usize, cols: usize) -> Result<Weight> {

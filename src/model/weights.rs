@@ -161,7 +161,7 @@ impl Checkpoint {
         }
         self.shards.push(Arc::new(Shard {
             path: path.to_path_buf(),
-            file,
+            file: Some(file),
             map,
         }));
         Ok(())
@@ -248,6 +248,9 @@ impl Checkpoint {
         // Bytes per read where samples are denser.
         const SPAN: usize = 256 << 10;
         let shard = &self.shards[entry.shard];
+        let Some(file) = &shard.file else {
+            return Err(Error::failed("internal: the fingerprint of a temporary file"));
+        };
         let mut samples = vec![0; entry.len.min(SAMPLES)];
         let distance = entry.len / SAMPLES;
         let group = match distance < SPARSE {
@@ -260,7 +263,7 @@ impl Checkpoint {
         for (samples, offsets) in samples.chunks_mut(group).zip(offsets.chunks(group)) {
             let (first, last) = (offsets[0], offsets[offsets.len() - 1]);
             span.resize(last - first + 1, 0);
-            let read = shard.file.read_exact_at(&mut span, (entry.start + first) as u64);
+            let read = file.read_exact_at(&mut span, (entry.start + first) as u64);
             read.map_err(|err| Error::io(&shard.path, "read", &err))?;
             for (sample, offset) in samples.iter_mut().zip(offsets) {
                 *sample = span[offset - first];

@@ -3,12 +3,13 @@
 use std::path::{Path, PathBuf};
 
 use kvsmith::compute::linear::FEW;
+use kvsmith::cuda::check_model;
 use kvsmith::kv::KvType;
 use kvsmith::kv::budget::Budget;
 use kvsmith::kv::packed::Center;
 use kvsmith::kv::sample::greedy;
 use kvsmith::method::Method;
-use kvsmith::model::{Decoder, States};
+use kvsmith::model::{Decoder, ModelConfig, States};
 use kvsmith::runner::{Options, Session};
 use kvsmith::store::Store;
 use ndarray::{Array1, Array3, s};
@@ -98,6 +99,14 @@ pub fn all() -> Vec<(String, PathBuf)> {
         (name, dir)
     });
     named.collect()
+}
+
+/// Lists those that the kernels for NVIDIA GPUs can run.
+pub fn for_cuda() -> Vec<(String, PathBuf)> {
+    let can = |dir: &PathBuf| check_model(&ModelConfig::load(dir).unwrap()).is_ok();
+    let found: Vec<_> = all().into_iter().filter(|(_, dir)| can(dir)).collect();
+    assert_eq!(found.len(), 10);
+    found
 }
 
 pub fn options(budget: &str, kv: KvType) -> Options {

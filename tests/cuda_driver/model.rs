@@ -11,7 +11,7 @@ use kvsmith::store::{self, Tensor};
 use serde_json::{Value, json as object};
 
 use super::checked::stamp;
-use super::common::{Outcome, number, root};
+use super::common::{Outcome, checkpoint, number, root};
 use super::libraries::build_cublas;
 use super::{command, run_wrong};
 
@@ -506,7 +506,7 @@ fn small_number(row: usize, column: usize) -> f32 {
     ((row * 3 + column) % 7) as f32 * 0.1 - 0.3
 }
 
-/// A model whose attention no kernel is made for is refused, and runs on the CPU where no device was asked for.
+/// A model with attention or layers that no kernel is made for is refused, and runs on the CPU where no device was asked for.
 pub fn unfit(driver: &Path) {
     let dir = tempfile::tempdir().unwrap();
     let at = dir.path().display();

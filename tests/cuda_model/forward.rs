@@ -12,14 +12,14 @@ use kvsmith::runner::{CpuBackend, Session};
 use ndarray::{Array1, Array2, Array3};
 
 use super::Check;
-use super::common::golden::{Golden, all, exact_logits, generate, options, worst};
+use super::common::golden::{Golden, exact_logits, for_cuda, generate, options, worst};
 use super::common::{method, prepared, relative_error, root};
 use super::near_ties::greedy_agreeing;
 use super::rounded::{logits, rounding};
 
 pub fn cases() -> Vec<(String, Check)> {
     let mut cases: Vec<(String, Check)> = Vec::new();
-    for (name, dir) in all() {
+    for (name, dir) in for_cuda() {
         let golden = dir.clone();
         let check = move |driver: &dyn Driver| captured_states(driver, &Golden::open(&golden));
         cases.push((format!("layers::{name}"), Box::new(check)));

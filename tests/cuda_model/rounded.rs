@@ -4,6 +4,7 @@ use half::{bf16, f16};
 use kvsmith::compute::cuda::linear::FEW;
 use kvsmith::compute::linear::Linear;
 use kvsmith::float::Float;
+use kvsmith::model::mlp::FeedForward;
 use kvsmith::model::{Decoder, Layer};
 
 /// Rounds to a type.
@@ -38,11 +39,14 @@ pub fn logits(decoder: &Decoder, ids: &[u32], round: Round) -> Vec<f64> {
         for (row, attended) in hidden.iter_mut().zip(&attended) {
             add(row, &product(&layer.o, attended, rest));
             let normed = norm(row, &layer.mlp_norm, layer.eps);
-            let gate = product(&layer.mlp.gate, &normed, rest);
-            let up = product(&layer.mlp.up, &normed, rest);
+            let FeedForward::Gated(mlp) = &layer.mlp else {
+                panic!("a mixture of experts");
+            };
+            let gate = product(&mlp.gate, &normed, rest);
+            let up = product(&mlp.up, &normed, rest);
             let silu = |(g, u): (&f64, &f64)| g / (1.0 + (-g).exp()) * u;
             let activated: Vec<f64> = gate.iter().zip(&up).map(silu).collect();
-            add(row, &product(&layer.mlp.down, &activated, rest));
+            add(row, &product(&mlp.down, &activated, rest));
         }
     }
     let row = norm(hidden.last().unwrap(), &decoder.norm, c.rms_norm_eps);

@@ -9,13 +9,13 @@ use kvsmith::kv::sample::{Sampler, Sampling, greedy};
 use kvsmith::runner::{Backend, Session};
 
 use super::Check;
-use super::common::golden::{Golden, all, generate, options};
+use super::common::golden::{Golden, for_cuda, generate, options};
 use super::forward::same_replies;
 use super::near_ties::{self, greedy_agreeing};
 
 pub fn cases() -> Vec<(String, Check)> {
     let mut cases: Vec<(String, Check)> = Vec::new();
-    for (name, dir) in all() {
+    for (name, dir) in for_cuda() {
         let golden = dir.clone();
         let check = move |driver: &dyn Driver| full(driver, &Golden::open(&golden));
         cases.push((format!("session::{name}"), Box::new(check)));

@@ -15,9 +15,9 @@ use crate::compute::Workload;
 use crate::compute::cpu::Cpu;
 use crate::compute::cuda::driver::Driver;
 use crate::compute::device::Device;
-use crate::cuda::Body;
 use crate::cuda::backend::CudaBackend;
 use crate::cuda::room;
+use crate::cuda::{Body, check_model};
 use crate::error::{Error, Kind, Result};
 use crate::flags::{DeviceFlag, Trimmed, WeightsFlag, at_least_one};
 use crate::interrupt;
@@ -220,8 +220,9 @@ impl ModelSetting<'_> {
         )
     }
 
-    /// Fails if the data are larger than the memory of any GPU, so that later sizes cannot overflow.
+    /// Fails for a model that GPUs cannot run, and if the data are larger than the memory of any GPU, so that later sizes cannot overflow.
     fn check(&self) -> Result<()> {
+        check_model(&self.config)?;
         let rows = self.args.cache_bytes(&self.config, self.context);
         let need = random::bytes(&self.config) + self.batch as f64 * rows;
         if need <= MOST_BYTES {

@@ -222,7 +222,9 @@ impl CalibrationRun<'_> {
             sections,
             judged,
         );
-        let pages = self.decoder.layer(0)?.bytes();
+        let c = &self.decoder.config;
+        let largest = (0..c.n_layers()).max_by_key(|i| c.blocks[*i].experts.is_some());
+        let pages = self.decoder.layer(largest.unwrap_or(0))?.bytes();
         self.log.note(&plan.note(pages));
         Ok(())
     }

@@ -9,6 +9,9 @@ const TOLERANCE: f64 = 0.01;
 /// Most rounds of a search after the first; each evaluates the sample once for all methods and shares.
 const ROUNDS: usize = 2;
 
+/// Most that the shares of the first round are taken to be off by, as a fraction.
+const DRIFT: f64 = 0.06;
+
 /// The smallest fraction tried: a budget of one position in every context.
 const LEAST: f64 = 1e-9;
 
@@ -58,7 +61,7 @@ struct Search {
     /// A budget that reads at least the target.
     high: Point,
     best: Point,
-    /// How many times as large as a share of the first round the share of all steps is, by the first guess.
+    /// The ratio of a share over all steps to the share of the same budget in the first round, as the first guess showed it.
     drift: f64,
     /// Whether the last guess came much closer to the target than the guess before.
     is_fast: bool,
@@ -114,8 +117,8 @@ impl Search {
         let part = (self.target - least) / (most - least).max(f64::MIN_POSITIVE);
         match self.is_fast {
             true => {
-                // Ends of the first round may enclose the target there alone.
-                let beyond = if low.is_rough || high.is_rough { 1.0 } else { 0.0 };
+                // Shares of the first round are inexact, so the target may lie outside these ends.
+                let beyond = if low.is_rough || high.is_rough { 0.5 } else { 0.0 };
                 let budget = low.budget + part.clamp(-beyond, 1.0 + beyond) * (high.budget - low.budget);
                 budget.clamp(LEAST, 1.0)
             }
@@ -134,8 +137,9 @@ impl Search {
 
     fn take(&mut self, point: Point) {
         let before = if self.best.is_rough {
-            // The line between the ends met the target here.
-            self.drift = point.share / self.target;
+            // The line between the ends met the target here. Where it is off by more than steps can explain, shares bend.
+            let ratio = point.share / self.target;
+            self.drift = if (ratio - 1.0).abs() <= DRIFT { ratio } else { 1.0 };
             f64::INFINITY
         } else {
             self.miss(self.best)
@@ -292,6 +296,18 @@ mod tests {
     /// Returns the share of a method whose reads grow in steps of half a percent of the context.
     fn lists_share(x: f64) -> f64 {
         0.12 + (3.0 * x * 200.0).floor().min(120.0) / 200.0
+    }
+
+    /// Where shares do not grow along a line between two starts, the first guess is far off, and its ends are still right.
+    #[test]
+    fn shares_are_met_where_they_bend() {
+        let late: fn(f64) -> f64 = |x| 0.12 + 12.0 * (x - 0.14).clamp(0.0, 0.07) + 0.02 * x;
+        let twice: fn(f64) -> f64 = |x| 0.05 + 6.0 * (x - 0.13).clamp(0.0, 0.07) + 0.6 * (x - 0.2).max(0.0);
+        for (reads, targets) in [(late, &[0.3][..]), (twice, &[0.2, 0.3])] {
+            for found in search(&[reads], targets).0 {
+                assert!((found.share / found.target - 1.0).abs() <= TOLERANCE, "{found:?}");
+            }
+        }
     }
 
     /// Positions are whole numbers, so a share that no budget meets exactly is met as closely as one position allows.

@@ -24,6 +24,7 @@ use crate::compute::cpu::Cpu;
 use crate::corpus::Corpus;
 use crate::disk::Output;
 use crate::error::{Error, Result};
+use crate::model::config::Block;
 use crate::model::layer::Layer;
 use crate::model::rope::Rope;
 use crate::model::{ModelConfig, random};
@@ -137,10 +138,10 @@ fn work(fit: &dyn Fit, corpus: &Corpus) -> f64 {
 
 /// The time of the model on the CPU.
 struct ForwardTime {
-    /// Seconds that a block takes in one layer, besides attention, by its rows.
-    layer: Line,
-    /// The part of these seconds until queries, keys and values are computed, which is all that a capture needs of the
-    /// last layer.
+    /// Seconds that a block takes in each layer, besides attention, by its rows.
+    layers: Vec<Line>,
+    /// The part of these seconds until queries, keys and values are computed, the same in all layers, which is all that a
+    /// capture needs of the last layer.
     states: Line,
     /// Seconds of one layer's attention per pair of a query and a key that it sees.
     pair: f64,
@@ -149,10 +150,6 @@ struct ForwardTime {
 
 impl ForwardTime {
     fn measure(c: &ModelConfig) -> Result<Self> {
-        let layer = Layer {
-            window: None,
-            ..random::layer(c, 0)?
-        };
         let rope = Rope::new(&c.rope, c.head_dim);
         let states = |heads, seed| random_points(heads, ATTENDED, c.head_dim, seed);
         let (q, k, v) = (
@@ -164,7 +161,7 @@ impl ForwardTime {
         let attend = || attention::causal(q.view(), k.view(), v.view(), 0, None, out.view_mut());
         let pair = seconds(attend) / pairs(ATTENDED, None);
         let mut sums = QuerySums::new(c.n_kv_heads, c.head_dim);
-        let mut whole = |rows: usize| {
+        let mut whole = |layer: &Layer, rows: usize| {
             let mut hidden = random_matrix(rows, c.hidden_size, 1);
             let mut outcome = Ok(());
             let mut kept = Vec::new();
@@ -182,17 +179,38 @@ impl ForwardTime {
             std::hint::black_box(&kept);
             outcome.map(|()| seconds - pair * pairs(rows, None))
         };
-        // The first pass also reads the weights from their file.
-        whole(BLOCKS[0])?;
-        let times = [whole(BLOCKS[0])?, whole(BLOCKS[1])?];
-        let project = |rows: usize| {
-            let hidden = random_matrix(rows, c.hidden_size, 1);
-            seconds(|| drop(std::hint::black_box(layer.project(hidden.view()))))
-        };
         let rows = BLOCKS.map(|rows| rows as f64);
+        // One layer with an MLP and one with a mixture of experts, if there are both.
+        let mut lines: [Option<(Line, Line)>; 2] = [None; 2];
+        for (index, block) in c.blocks.iter().enumerate() {
+            let line = &mut lines[usize::from(block.experts.is_some())];
+            if line.is_some() {
+                continue;
+            }
+            let layer = Layer {
+                window: None,
+                ..random::layer(c, index)?
+            };
+            // The first pass also reads the weights from their file.
+            whole(&layer, BLOCKS[0])?;
+            let times = [whole(&layer, BLOCKS[0])?, whole(&layer, BLOCKS[1])?];
+            let project = |rows: usize| {
+                let hidden = random_matrix(rows, c.hidden_size, 1);
+                seconds(|| drop(std::hint::black_box(layer.project(hidden.view()))))
+            };
+            *line = Some((
+                Line::through(rows, times),
+                Line::through(rows, BLOCKS.map(project)),
+            ));
+        }
+        let of_block = |block: &Block| lines[usize::from(block.experts.is_some())];
+        let each: Vec<(Line, Line)> = c.blocks.iter().filter_map(of_block).collect();
+        let last = each
+            .last()
+            .ok_or_else(|| Error::failed("internal: a model without layers"))?;
         Ok(Self {
-            layer: Line::through(rows, times),
-            states: Line::through(rows, BLOCKS.map(project)),
+            states: last.1,
+            layers: each.iter().map(|(layer, _)| *layer).collect(),
             pair,
             windows: c.windows(),
         })
@@ -211,12 +229,13 @@ impl ForwardTime {
     fn layers(&self, rows: usize, count: usize) -> f64 {
         let windows = self.windows.iter().take(count);
         let attention: f64 = windows.map(|window| self.pair * pairs(rows, *window)).sum();
-        count as f64 * self.layer.at(rows as f64) + attention
+        let rest = self.layers.iter().take(count).map(|layer| layer.at(rows as f64));
+        rest.sum::<f64>() + attention
     }
 
     /// Returns the seconds of one more row in all layers, besides attention.
     fn row(&self) -> f64 {
-        self.windows.len() as f64 * self.layer.slope
+        self.layers.iter().map(|layer| layer.slope).sum()
     }
 }
 

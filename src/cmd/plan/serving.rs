@@ -79,16 +79,17 @@ struct Timed {
 }
 
 impl Serving {
-    /// Computes the bytes; measures the times if the number of a2ats codewords is given and the shape can be timed.
+    /// Computes the bytes, from those of all weights and of those that a step reads; measures the times if the number of
+    /// a2ats codewords is given and the shape can be timed.
     pub fn of(
         config: &ModelConfig,
-        weights_bytes: usize,
+        [weights, read]: [usize; 2],
         codewords: Option<usize>,
         global: &Global,
     ) -> Result<Self> {
         let sliding: Vec<usize> = config.windows().into_iter().flatten().collect();
         let full = config.n_layers() - sliding.len();
-        let free = free_bytes().saturating_sub(weights_bytes);
+        let free = free_bytes().saturating_sub(weights);
         let cache = |kv: KvType| {
             let position = position_bytes(config.sizes(), kv);
             let (token, windows) = (full * position, sliding.iter().sum::<usize>() * position);
@@ -110,7 +111,7 @@ impl Serving {
             && full > 0
             && QuickLayer::can_be_timed(config)
         {
-            let weights_s = weights_bytes as f64 / (1e9 * bandwidth(RUNS));
+            let weights_s = read as f64 / (1e9 * bandwidth(RUNS));
             serving.weights_s = Some(weights_s);
             serving.methods = timed(config, full, codewords, weights_s, global)?;
         }

@@ -12,7 +12,6 @@ use crate::error::{Error, Result};
 use crate::kv::{Budget, KvType};
 use crate::method::a2ats;
 use crate::method::registry::{FULL, MethodName};
-
 use crate::model::ModelConfig;
 
 /// The longest context that is timed; beyond it, all methods are compared at this length.

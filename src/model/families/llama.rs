@@ -1,13 +1,14 @@
 //! Llama, and the many models of its form, SmolLM2 among them.
 
-use super::{Family, HeadRows, typed_windows};
 use crate::error::Result;
 use crate::model::config::ModelConfig;
+use crate::model::family::{Family, HeadRows, typed_windows};
 use crate::model::fields::Fields;
 
 pub(super) const FAMILY: Family = Family {
     name: "llama",
     gguf: Some(HeadRows::Alternating),
+    rope_theta: 10_000.0,
     head_dim: None,
     read,
 };

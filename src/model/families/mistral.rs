@@ -1,13 +1,14 @@
 //! Mistral: Llama with one sliding window for all layers. In GGUF files its models call themselves `llama`.
 
-use super::{Family, typed_windows};
 use crate::error::Result;
 use crate::model::config::ModelConfig;
+use crate::model::family::{Family, typed_windows};
 use crate::model::fields::Fields;
 
 pub(super) const FAMILY: Family = Family {
     name: "mistral",
     gguf: None,
+    rope_theta: 10_000.0,
     head_dim: None,
     read,
 };

@@ -1,13 +1,14 @@
 //! Qwen2 and Qwen2.5: biases of q, k and v, and windows in the layers from `max_window_layers` on.
 
-use super::{Family, HeadRows, typed_windows};
 use crate::error::Result;
 use crate::model::config::ModelConfig;
+use crate::model::family::{Family, HeadRows, typed_windows};
 use crate::model::fields::Fields;
 
 pub(super) const FAMILY: Family = Family {
     name: "qwen2",
     gguf: Some(HeadRows::AsTrained),
+    rope_theta: 10_000.0,
     head_dim: None,
     read,
 };

@@ -4,7 +4,8 @@ use std::sync::Arc;
 
 use super::{Gguf, TensorPlace};
 use crate::error::{Error, Result};
-use crate::model::families::{HeadRows, family};
+use crate::model::families::family;
+use crate::model::family::HeadRows;
 use crate::weight::{Shard, Stored, Weight};
 
 /// Names of the tensors outside layers, in both formats.

@@ -131,11 +131,11 @@ impl RopeScaling {
 }
 
 impl RopeConfig {
-    /// Reads the rope settings of a `config.json` in either spelling.
+    /// Reads the rope settings of a `config.json` in either spelling; `default` is the family's base of the frequencies.
     ///
     /// # Errors
     /// An unsupported rope type (the message lists the supported ones); values out of range.
-    pub fn parse(c: &Fields, max_position: usize) -> Result<Self> {
+    pub fn parse(c: &Fields, max_position: usize, default: f64) -> Result<Self> {
         let (name, map) = settings(c)?;
         let empty = Map::new();
         let map = map.unwrap_or(&empty);
@@ -148,7 +148,7 @@ impl RopeConfig {
         }
         let theta = match s.number_opt("rope_theta")? {
             Some(t) => t,
-            None => c.number_or("rope_theta", 10_000.0)?,
+            None => c.number_or("rope_theta", default)?,
         };
         if !(theta.is_finite() && theta > 1.0) {
             return Err(Error::failed(format!("rope_theta {theta} is out of range")));
