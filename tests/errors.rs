@@ -174,8 +174,8 @@ fn configs_fail(from: &str, cases: &str) {
 #[test]
 fn configs_that_are_not_supported() {
     const CASES: &str = r#"
-        {"model_type": "gpt2"} | model_type `gpt2` | supported: llama, mistral, qwen2, qwen3
-        {"model_type": "\u001b[2Jgpt2"} | model_type `\u{1b}[2Jgpt2` | supported: llama, mistral, qwen2, qwen3
+        {"model_type": "gpt2"} | model_type `gpt2` | supported: granite, llama, mistral, qwen2, qwen3
+        {"model_type": "\u001b[2Jgpt2"} | model_type `\u{1b}[2Jgpt2` | supported: granite, llama, mistral, qwen2, qwen3
         {"model_type": null} | `model_type` is missing |
         {"rope_scaling": {"rope_type": "longrope"}} | `longrope` | default, linear, llama3
         {"rope_scaling": {"type": "dynamic", "factor": 2.0}} | `dynamic` | default, linear
@@ -205,6 +205,13 @@ fn configs_that_are_not_supported() {
         {"tie_word_embeddings": "yes"} | `tie_word_embeddings` |
     "#;
     configs_fail("llama_default", CASES);
+    const GRANITE: &str = r#"
+        {"logits_scaling": 0} | logits_scaling 0 | from 1e-6
+        {"attention_multiplier": -0.5} | attention_multiplier -0.5 | from 1e-6
+        {"embedding_multiplier": 1e30} | embedding_multiplier 1000000000000000000000000000000 | from 1e-6
+        {"residual_multiplier": "much"} | `residual_multiplier` |
+    "#;
+    configs_fail("granite_factors", GRANITE);
 }
 
 #[test]

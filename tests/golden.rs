@@ -15,7 +15,11 @@ fn captured_states_match() {
 /// A new field in the configuration of all models would turn every artifact into one of another model.
 #[test]
 fn fingerprints_stay() {
-    const EXPECTED: [(&str, &str); 10] = [
+    const EXPECTED: [(&str, &str); 11] = [
+        (
+            "granite_factors",
+            "f8f3d06c8c6d21c98b0667f7ebc2a32f5358481930c40b20db042943e92921a0",
+        ),
         (
             "llama_d128",
             "3847e0cffd5c85b3bd452fd0e632419557c74bc891b3200639b8e9656e3e10ac",

@@ -4,6 +4,7 @@
 //! [`ModelConfig`](super::ModelConfig) has no biases, no windows and no norm over heads, rotates in every layer and has a
 //! gated MLP in each.
 
+mod granite;
 mod llama;
 mod mistral;
 mod qwen2;
@@ -14,6 +15,7 @@ use crate::error::{Error, Result};
 
 /// Every family that the decoder runs.
 pub static FAMILIES: &[&Family] = &[
+    &granite::FAMILY,
     &llama::FAMILY,
     &mistral::FAMILY,
     &qwen2::FAMILY,

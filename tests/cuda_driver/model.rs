@@ -530,6 +530,14 @@ pub fn unfit(driver: &Path) {
         "a head dimension of 160; 1 to 128 are supported",
         "use --device cpu",
     );
+    for (model, part) in [
+        ("granite_factors", "constant factors on activations"),
+    ] {
+        let model = checkpoint(model);
+        let arguments =
+            format!("run --model {model} --tokens {at}/ids --max-new 2 --method full --device cuda");
+        kvsmith(&arguments).fails(1, &format!("models with {part}"), "use --device cpu");
+    }
     let auto = run("auto").ok();
     assert!(
         auto.stderr.contains("the model runs on the CPU"),
