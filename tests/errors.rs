@@ -174,8 +174,8 @@ fn configs_fail(from: &str, cases: &str) {
 #[test]
 fn configs_that_are_not_supported() {
     const CASES: &str = r#"
-        {"model_type": "gpt2"} | model_type `gpt2` | supported: granite, llama, mistral, qwen2, qwen3
-        {"model_type": "\u001b[2Jgpt2"} | model_type `\u{1b}[2Jgpt2` | supported: granite, llama, mistral, qwen2, qwen3
+        {"model_type": "gpt2"} | model_type `gpt2` | supported: granite, llama, mistral, qwen2, qwen3, qwen3_moe
+        {"model_type": "\u001b[2Jgpt2"} | model_type `\u{1b}[2Jgpt2` | supported: granite, llama, mistral, qwen2, qwen3, qwen3_moe
         {"model_type": null} | `model_type` is missing |
         {"rope_scaling": {"rope_type": "longrope"}} | `longrope` | default, linear, llama3
         {"rope_scaling": {"type": "dynamic", "factor": 2.0}} | `dynamic` | default, linear
@@ -212,6 +212,15 @@ fn configs_that_are_not_supported() {
         {"residual_multiplier": "much"} | `residual_multiplier` |
     "#;
     configs_fail("granite_factors", GRANITE);
+    const MIXTURE: &str = r#"
+        {"num_experts_per_tok": 6} | 6 of 5 experts per token | `num_experts_per_tok`
+        {"num_experts": 1000000000} | 2 of 1000000000 experts per token | at most 4096
+        {"mlp_only_layers": "none"} | `mlp_only_layers` |
+        {"mlp_only_layers": []} | no tensor `model.layers.1.mlp.gate.weight` |
+        {"num_experts": 6} | layers.0.mlp.gate.weight` has shape [5, 16] |
+        {"moe_intermediate_size": 32} | layers.0.mlp.experts.0.gate_proj.weight` has shape [16, 16] |
+    "#;
+    configs_fail("qwen3_moe_mixed", MIXTURE);
 }
 
 #[test]

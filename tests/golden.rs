@@ -15,7 +15,7 @@ fn captured_states_match() {
 /// A new field in the configuration of all models would turn every artifact into one of another model.
 #[test]
 fn fingerprints_stay() {
-    const EXPECTED: [(&str, &str); 11] = [
+    const EXPECTED: [(&str, &str); 12] = [
         (
             "granite_factors",
             "f8f3d06c8c6d21c98b0667f7ebc2a32f5358481930c40b20db042943e92921a0",
@@ -51,6 +51,10 @@ fn fingerprints_stay() {
         (
             "qwen2_sliding",
             "0272f16d8ebfe5912650f65b27b1d619a9f827592e1c5eca47cc67503c244231",
+        ),
+        (
+            "qwen3_moe_mixed",
+            "8cc2827e4e729f0c0d4d174ee057add27ba4bd015f65e0e2af9f4578900e8a79",
         ),
         (
             "qwen3_norm",

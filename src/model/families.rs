@@ -9,6 +9,7 @@ mod llama;
 mod mistral;
 mod qwen2;
 mod qwen3;
+mod qwen3_moe;
 
 use super::family::Family;
 use crate::error::{Error, Result};
@@ -20,6 +21,7 @@ pub static FAMILIES: &[&Family] = &[
     &mistral::FAMILY,
     &qwen2::FAMILY,
     &qwen3::FAMILY,
+    &qwen3_moe::FAMILY,
 ];
 
 /// Returns the family of a `model_type`.
