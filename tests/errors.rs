@@ -174,8 +174,8 @@ fn configs_fail(from: &str, cases: &str) {
 #[test]
 fn configs_that_are_not_supported() {
     const CASES: &str = r#"
-        {"model_type": "gpt2"} | model_type `gpt2` | supported: granite, llama, mistral, qwen2, qwen3, qwen3_moe
-        {"model_type": "\u001b[2Jgpt2"} | model_type `\u{1b}[2Jgpt2` | supported: granite, llama, mistral, qwen2, qwen3, qwen3_moe
+        {"model_type": "gpt2"} | model_type `gpt2` | supported: granite, llama, mistral, qwen2, qwen3, qwen3_moe, smollm3
+        {"model_type": "\u001b[2Jgpt2"} | model_type `\u{1b}[2Jgpt2` | supported: granite, llama, mistral, qwen2, qwen3, qwen3_moe, smollm3
         {"model_type": null} | `model_type` is missing |
         {"rope_scaling": {"rope_type": "longrope"}} | `longrope` | default, linear, llama3
         {"rope_scaling": {"type": "dynamic", "factor": 2.0}} | `dynamic` | default, linear
@@ -212,6 +212,13 @@ fn configs_that_are_not_supported() {
         {"residual_multiplier": "much"} | `residual_multiplier` |
     "#;
     configs_fail("granite_factors", GRANITE);
+    const NOPE: &str = r#"
+        {"no_rope_layers": [1, 0]} | `no_rope_layers` is not a list of zeros and ones for all 4 layers |
+        {"no_rope_layers": "all"} | `no_rope_layers` |
+        {"no_rope_layers": null, "no_rope_layer_interval": 0} | `no_rope_layer_interval` is 0 |
+        {"use_sliding_window": false} | layer 1 is `sliding_attention` | `sliding_window`
+    "#;
+    configs_fail("smollm3_nope", NOPE);
     const MIXTURE: &str = r#"
         {"num_experts_per_tok": 6} | 6 of 5 experts per token | `num_experts_per_tok`
         {"num_experts": 1000000000} | 2 of 1000000000 experts per token | at most 4096

@@ -15,7 +15,7 @@ fn captured_states_match() {
 /// A new field in the configuration of all models would turn every artifact into one of another model.
 #[test]
 fn fingerprints_stay() {
-    const EXPECTED: [(&str, &str); 12] = [
+    const EXPECTED: [(&str, &str); 13] = [
         (
             "granite_factors",
             "f8f3d06c8c6d21c98b0667f7ebc2a32f5358481930c40b20db042943e92921a0",
@@ -63,6 +63,10 @@ fn fingerprints_stay() {
         (
             "qwen3_yarn",
             "8ac1ed947adf6f054c7f7a556174e3e5dfbb1030fbb9fd10880963e13c826259",
+        ),
+        (
+            "smollm3_nope",
+            "74b7fcb4dc9e35e56e3d4e4c1e08d0347b0df3ab981ce1bafdf241c2fb2709c6",
         ),
     ];
     assert_eq!(all().len(), EXPECTED.len());

@@ -10,6 +10,7 @@ mod mistral;
 mod qwen2;
 mod qwen3;
 mod qwen3_moe;
+mod smollm3;
 
 use super::family::Family;
 use crate::error::{Error, Result};
@@ -22,6 +23,7 @@ pub static FAMILIES: &[&Family] = &[
     &qwen2::FAMILY,
     &qwen3::FAMILY,
     &qwen3_moe::FAMILY,
+    &smollm3::FAMILY,
 ];
 
 /// Returns the family of a `model_type`.

@@ -90,7 +90,7 @@ pub fn all_golden() -> impl Iterator<Item = PathBuf> {
         .filter(|p| p.is_dir())
         .collect();
     dirs.sort();
-    assert_eq!(dirs.len(), 12, "golden checkpoints");
+    assert_eq!(dirs.len(), 13, "golden checkpoints");
     dirs.into_iter()
 }
 

@@ -532,6 +532,7 @@ pub fn unfit(driver: &Path) {
     );
     for (model, part) in [
         ("granite_factors", "constant factors on activations"),
+        ("smollm3_nope", "layers without RoPE"),
         ("qwen3_moe_mixed", "mixtures of experts"),
     ] {
         let model = checkpoint(model);
