@@ -196,6 +196,46 @@ fn naive(states: &Captured, c: usize, t: usize, model_window: Option<usize>, bud
     [recall, mass, (error / size).sqrt()]
 }
 
+/// `a2ats` scores keys at one fixed distance, which costs recall where positions are rotated. Sections and indexes of layers
+/// without rotation must do without: a2ats then finds more.
+#[test]
+fn layers_without_rotation_are_indexed_without() {
+    let scratch = Scratch::new();
+    let model = scratch.model("model", "smollm3_nope");
+    let types = vec!["full_attention"; 4];
+    edit_json(
+        &format!("{model}/config.json"),
+        &json!({ "use_sliding_window": false, "layer_types": types }),
+    );
+    let tokens = scratch.tokens("tokens.json", &documents(&[300; 6], 1));
+    let artifact = scratch.make(
+        "art",
+        &format!(
+            "calibrate --model {model} --tokens {tokens} --seq-len 300 --size 32 --wrope-position 64 --no-verdict"
+        ),
+    );
+    let json = kvsmith(&format!(
+        "eval --model {model} --artifact {artifact} --tokens {tokens} --seq-len 300 --decode 8 --methods wpq,a2ats \
+         --budgets 0.2 --per-head --json"
+    ))
+    .json();
+    let recalls = |row: usize, rotates: bool| -> Vec<f64> {
+        let heads = json["rows"][row]["per_head"].as_array().unwrap();
+        let heads = heads
+            .iter()
+            .filter(|head| (head["layer"].as_u64().unwrap() % 2 == 0) == rotates);
+        heads.map(|head| head["recall"].as_f64().unwrap()).collect()
+    };
+    let least = |values: Vec<f64>| values.into_iter().fold(1.0, f64::min);
+    let most = |values: Vec<f64>| values.into_iter().fold(0.0, f64::max);
+    assert!(
+        least(recalls(0, true)) > 0.9 && least(recalls(0, false)) > 0.9,
+        "{json}"
+    );
+    let [with, without] = [most(recalls(1, true)), least(recalls(1, false))];
+    assert!(without > with + 0.1, "{with} {without}");
+}
+
 #[test]
 fn metrics_are_those_of_the_definition() {
     for (name, lengths) in [
