@@ -315,12 +315,19 @@ def scale(document, share):
                    f"{percent(ours['top1_equal'])} of the steps, and one that loses {other['kl']:.4f} nats in {percent(other['top1_equal'])}.") + "\n"
 
 
-def retrieval(document):
-    """Return what docs/eval.md says about questions: the share that each method answers."""
-    each = listed([f"{tables.named(row)} {percent(row['needle_accuracy'])}" for row in best_answers(document) if row["method"] in (*tables.EXAMPLE, "pqcache", "doublesparsity", "quest")])
-    name = f"questions-{document['length']}"
-    return wrapped(f"On SmolLM2-135M at 10% of the bytes, of {document['questions']} questions on texts of {document['length']:,} tokens ([results](results/{name}.json)), full attention answers "
-                   f"{percent(document['full_needle_accuracy'])}, {each}.") + "\n"
+def retrieval(document, easy):
+    """Return what docs/eval.md says about questions: the share that each method answers, also of those that are fed with the prompt."""
+    def answered(of):
+        rows = [row for row in best_answers(of) if row["method"] in (*tables.EXAMPLE, "pqcache", "doublesparsity", "quest")]
+        return listed([f"{tables.named(row)} {percent(row['needle_accuracy'])}" for row in rows])
+
+    length = document["length"]
+    said = (f"On SmolLM2-135M at 10% of the bytes, of {document['questions']} questions on texts of {length:,} tokens ([results](results/questions-{length}.json)), full attention answers "
+            f"{percent(document['full_needle_accuracy'])}, {answered(document)}.")
+    if easy:
+        said += (f" If the same questions are fed with the prompt, as in most papers, the methods differ less ([results](results/easy-{length}.json)): "
+                 f"{answered(easy)}.")
+    return wrapped(said) + "\n"
 
 
 def speed_sentence(document, found):
@@ -396,7 +403,7 @@ def blocks(found):
         made["speeds"] = "\n".join([picture("speed", words, "docs/pictures/"), wrapped(speed_sentence(found["decode"], found), 150) + "\n"])
     made["scale"] = document and scale(document, share)
     made["example"] = found["text"] and example(found["text"])
-    made["retrieval"] = found["questions-4096"] and retrieval(found["questions-4096"])
+    made["retrieval"] = found["questions-4096"] and retrieval(found["questions-4096"], found["easy-4096"])
     return made | {name: make(found[name]) if found[name] else None for name, make in OTHERS.items()}
 
 
