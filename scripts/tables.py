@@ -330,8 +330,8 @@ def bits_table(document):
     for share in shares_of(document):
         long, short = (row_at(document, "wpq", form, share) for form in ("", "32 bits"))
         ratios = sorted(np.array(short["kl_by_block"]) / long["kl_by_block"])
-        rows.append([percent(share), f"{long['kl']:.4f}", f"{short['kl']:.4f}", ", ".join(f"{ratio:.2f}" for ratio in ratios)])
-    return grid(["bytes", "KL with 64 bits", "with 32 bits", "ratio by block, ascending"], rows)
+        rows.append([percent(share), f"{long['kl']:.4f}", f"{short['kl']:.4f}", f"{short['kl'] / long['kl']:.1f}", ", ".join(f"{ratio:.2f}" for ratio in ratios)])
+    return grid(["bytes", "KL with 64 bits", "with 32 bits", "times as much", "by block, ascending"], rows)
 
 
 def center_table(document):

@@ -77,6 +77,26 @@ fn fingerprints_stay() {
     }
 }
 
+/// Plans count weights from the configuration alone.
+#[test]
+fn weights_are_counted_as_layers_have_them() {
+    for (name, dir) in all() {
+        let decoder = Golden::open(&dir).decoder;
+        for (i, [all, read]) in decoder.config.layer_weights().into_iter().enumerate() {
+            let layer = decoder.layer(i).unwrap();
+            let weights = layer.weights().into_iter();
+            let counted: usize = weights.map(|weight| weight.rows() * weight.cols()).sum();
+            assert_eq!(all, counted as f64, "{name} {i}");
+            // All have one type.
+            assert_eq!(
+                read / all,
+                layer.read_bytes() as f64 / layer.bytes() as f64,
+                "{name} {i}"
+            );
+        }
+    }
+}
+
 #[test]
 fn greedy_tokens_match() {
     for (name, dir) in all() {

@@ -273,7 +273,7 @@ impl Weights {
         let each = c.layer_weights();
         let sum = |which: usize| each.iter().map(|of| of[which]).sum::<f64>() as usize;
         let (layers, read) = (sum(0), sum(1));
-        let layer = each.iter().map(|of| of[0]).fold(0.0, f64::max) as usize;
+        let layer = each[c.largest_layer()][0] as usize;
         let embeddings = if c.tie_word_embeddings { 1 } else { 2 };
         let embedding = c.vocab_size * c.hidden_size;
         let (pass, step) = (layers + embedding, read + embedding);

@@ -186,6 +186,13 @@ impl ModelConfig {
             .collect()
     }
 
+    /// Returns the layer with the most weights; the first of several.
+    pub fn largest_layer(&self) -> usize {
+        let weights = self.layer_weights();
+        let larger = |a: usize, b: usize| if weights[b][0] > weights[a][0] { b } else { a };
+        (0..weights.len()).reduce(larger).unwrap_or(0)
+    }
+
     /// Computes the rotary embeddings of the layers.
     pub fn ropes(&self) -> Ropes {
         Ropes::new(&self.rope, self.head_dim, self.no_rope_layers())
@@ -194,8 +201,8 @@ impl ModelConfig {
     /// Returns what decides the forward pass as canonical JSON (sorted keys), the same for all spellings of a config. It is
     /// part of the checkpoint's fingerprint and of manifests.
     ///
-    /// The fields of the first block are in every one. What was added later is there only where a model has it, so that the
-    /// fingerprints of other models stay what they were.
+    /// The sixteen fields that come first here are in every one. What was added later is there only where a model has it, so
+    /// that the fingerprints of other models stay what they were.
     pub fn canonical(&self) -> Value {
         let mut fields = json!({
             "model_type": self.model_type,

@@ -153,76 +153,62 @@ impl Rope {
 /// The rotary embeddings of a model's layers.
 ///
 /// A layer without one has the rotation by angles of 0, which changes nothing: x cos 0 - y sin 0 is x to the last bit.
+pub type Ropes = PerLayer<Rope>;
+
+/// Something that depends on a layer's rotary embedding alone.
 #[derive(Clone, Debug)]
-pub struct Ropes {
-    own: Rope,
-    none: Rope,
-    /// The layers without rotation.
+pub struct PerLayer<T> {
+    /// For the layers that rotate.
+    rotating: T,
+    /// For the others, if there are any.
+    still: Option<T>,
+    /// The layers that do not rotate.
     without: Vec<usize>,
+}
+
+impl<T> PerLayer<T> {
+    /// Returns what a layer has.
+    pub fn of(&self, layer: usize) -> &T {
+        let still = self.still.as_ref().filter(|_| self.without.contains(&layer));
+        still.unwrap_or(&self.rotating)
+    }
+
+    /// Computes something from what the layers have.
+    pub fn map<U>(&self, compute: impl Fn(&T) -> U) -> PerLayer<U> {
+        PerLayer {
+            rotating: compute(&self.rotating),
+            still: self.still.as_ref().map(compute),
+            without: self.without.clone(),
+        }
+    }
 }
 
 impl Ropes {
     /// Computes the frequencies of a model with heads of `head_dim` channels, whose layers `without` do not rotate.
     pub fn new(config: &RopeConfig, head_dim: usize, without: Vec<usize>) -> Self {
-        let own = Rope::new(config, head_dim);
         let none = Rope {
-            inv_freq: vec![0.0; own.inv_freq.len()],
+            inv_freq: vec![0.0; head_dim / 2],
             attention_factor: 1.0,
         };
-        Self { own, none, without }
+        Self {
+            rotating: Rope::new(config, head_dim),
+            still: (!without.is_empty()).then_some(none),
+            without,
+        }
     }
 
     /// Gives every layer the same rotary embedding.
     pub fn same(rope: Rope) -> Self {
         Self {
-            none: rope.clone(),
-            own: rope,
+            rotating: rope,
+            still: None,
             without: Vec::new(),
         }
     }
 
-    /// Returns the rotary embedding of a layer.
-    pub fn of(&self, layer: usize) -> &Rope {
-        match self.without.contains(&layer) {
-            true => &self.none,
-            false => &self.own,
-        }
-    }
-
-    /// Computes something from the rotary embedding of each of `n` layers, once for all layers that have the same.
-    pub fn map<T: Clone>(&self, n: usize, compute: impl Fn(&Rope) -> T) -> Vec<T> {
-        let own = compute(&self.own);
-        let none = (!self.without.is_empty()).then(|| compute(&self.none));
-        let of = |layer: usize| {
-            none.as_ref()
-                .filter(|_| self.without.contains(&layer))
-                .unwrap_or(&own)
-        };
-        (0..n).map(|layer| of(layer).clone()).collect()
-    }
-
     /// Computes the cosines and sines of a range of positions.
-    pub fn tables(&self, positions: Range<usize>) -> RopeTables<'_> {
-        RopeTables {
-            none: (!self.without.is_empty()).then(|| self.none.table(positions.clone())),
-            own: self.own.table(positions),
-            without: &self.without,
-        }
-    }
-}
-
-/// The cosines and sines of a range of positions, for every layer.
-pub struct RopeTables<'a> {
-    own: RopeTable,
-    none: Option<RopeTable>,
-    without: &'a [usize],
-}
-
-impl RopeTables<'_> {
-    /// Returns the table of a layer.
-    pub fn of(&self, layer: usize) -> &RopeTable {
-        let none = self.none.as_ref().filter(|_| self.without.contains(&layer));
-        none.unwrap_or(&self.own)
+    pub fn tables(&self, positions: Range<usize>) -> PerLayer<RopeTable> {
+        self.map(|rope| rope.table(positions.clone()))
     }
 }
 

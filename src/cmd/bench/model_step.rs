@@ -220,7 +220,8 @@ impl ModelSetting<'_> {
         )
     }
 
-    /// Fails for a model that GPUs cannot run, and if the data are larger than the memory of any GPU, so that later sizes cannot overflow.
+    /// Fails for a model that GPUs cannot run, and if the data are larger than the memory of any GPU, so that later sizes
+    /// cannot overflow.
     fn check(&self) -> Result<()> {
         check_model(&self.config)?;
         let rows = self.args.cache_bytes(&self.config, self.context);

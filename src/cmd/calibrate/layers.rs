@@ -222,9 +222,7 @@ impl CalibrationRun<'_> {
             sections,
             judged,
         );
-        let c = &self.decoder.config;
-        let largest = (0..c.n_layers()).max_by_key(|i| c.blocks[*i].experts.is_some());
-        let pages = self.decoder.layer(largest.unwrap_or(0))?.bytes();
+        let pages = self.decoder.layer(self.decoder.config.largest_layer())?.bytes();
         self.log.note(&plan.note(pages));
         Ok(())
     }

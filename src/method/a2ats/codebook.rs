@@ -75,9 +75,7 @@ impl Codebooks {
         let FitParams {
             size: m, rotation, ..
         } = section.params()?;
-        let rotations = ropes.map(artifact.sizes.n_layers, |rope| {
-            QueryRotation::new(&rotation, rope)
-        });
+        let rotations = ropes.map(|rope| QueryRotation::new(&rotation, rope));
         let d = artifact.sizes.head_dim;
         let n = artifact.sizes.n_layers * artifact.sizes.n_kv_heads;
         let codebook = Array3::from_shape_vec((n, m, d), section.widened(CODEBOOK)?)?;
@@ -86,7 +84,7 @@ impl Codebooks {
         let head = |i: usize| {
             let own = |x: &Array3<f32>| x.index_axis(Axis(0), i).to_owned();
             let mean = mean.row(i).to_owned();
-            let rotation = rotations[i / artifact.sizes.n_kv_heads].clone();
+            let rotation = rotations.of(i / artifact.sizes.n_kv_heads).clone();
             let head = HeadCodebook::with_rotation(own(&codebook), mean, own(&chol), rotation)?;
             Ok(Arc::new(head))
         };

@@ -35,10 +35,10 @@ impl MeanPath {
 
     /// Makes the paths of the means of all heads, `[layers g,d]`.
     pub(super) fn each(means: ArrayView2<f32>, ropes: &Ropes, g: usize) -> Vec<Self> {
-        let waves = ropes.map(means.nrows().div_ceil(g), |rope| Arc::new(Waves::new(rope)));
+        let waves = ropes.map(|rope| Arc::new(Waves::new(rope)));
         let path = |(i, mean): (usize, ArrayView1<f32>)| {
             let layer = i / g;
-            Self::with(mean.to_owned(), ropes.of(layer), &waves[layer])
+            Self::with(mean.to_owned(), ropes.of(layer), waves.of(layer))
         };
         means.rows().into_iter().enumerate().map(path).collect()
     }
