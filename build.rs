@@ -16,7 +16,9 @@ use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::thread;
 
-use build::{kernels, launches, shaders};
+#[cfg(feature = "wgpu")]
+use build::shaders;
+use build::{kernels, launches};
 
 /// Compute capabilities (times ten) that get machine code: A100 and H100.
 const CHIPS: [u32; 2] = [80, 90];
@@ -35,9 +37,13 @@ fn main() {
     let out = PathBuf::from(env::var_os("OUT_DIR").expect("cargo sets OUT_DIR"));
     write_launches(&out);
     println!("cargo:rerun-if-changed=shaders");
-    let entries = shaders::read_folder(Path::new("shaders")).unwrap_or_else(|e| panic!("shaders/: {e}"));
-    std::fs::write(out.join("shaders.rs"), shaders::write(&entries)).expect("OUT_DIR can be written to");
-    let images = Tools::find().is_some_and(|tools| {
+    #[cfg(feature = "wgpu")]
+    {
+        let entries = shaders::read_folder(Path::new("shaders")).unwrap_or_else(|e| panic!("shaders/: {e}"));
+        std::fs::write(out.join("shaders.rs"), shaders::write(&entries)).expect("OUT_DIR can be written to");
+    }
+    let tools = Tools::find().filter(|_| cfg!(feature = "cuda"));
+    let images = tools.is_some_and(|tools| {
         // tests/kernels.rs reads the compiler's path and its output.
         println!("cargo:rustc-env=KVSMITH_FOUND_NVCC={}", tools.nvcc.display());
         println!("cargo:rustc-env=KVSMITH_KERNEL_REPORTS={}", out.display());

@@ -5,4 +5,5 @@
 
 pub mod kernels;
 pub mod launches;
+#[cfg(feature = "wgpu")]
 pub mod shaders;

@@ -7,11 +7,10 @@ use std::ops::Range;
 use ndarray::{Array2, s};
 
 use crate::corpus::Corpus;
+use crate::env::{self, Progress};
 use crate::error::Result;
-use crate::interrupt;
 use crate::model::States;
 use crate::model::forward::Layers;
-use crate::progress::Progress;
 
 /// A calibration pass between two layers: the hidden states so far, and the layer to run next.
 pub struct Capture<'a> {
@@ -48,13 +47,13 @@ impl<'a> Capture<'a> {
     /// An error of `tap`; activations that are not finite; an interrupt.
     pub fn layer(
         &mut self,
-        progress: &Progress,
+        progress: &dyn Progress,
         tap: &mut dyn FnMut(Range<usize>, &States) -> Result<()>,
     ) -> Result<()> {
         let layer = self.layers.open(self.next_layer)?;
         let last = self.next_layer + 1 == self.layers.decoder().config.n_layers();
         for b in 0..self.corpus.n_blocks() {
-            interrupt::check()?;
+            env::check()?;
             let rows = self.corpus.block(b);
             let mut hidden = self.hidden.slice_mut(s![rows.clone(), ..]);
             if last {

@@ -9,6 +9,7 @@ use clap::{ArgMatches, CommandFactory, FromArgMatches, Parser, Subcommand};
 
 use crate::cmd::args::Global;
 use crate::cmd::sections::SectionCommand;
+use crate::cmd::terminal::{say_error, say_hint};
 use crate::cmd::{
     bench, calibrate, completions, dump, eval, examples, gpu_check, inspect, merge, moments, pack, plan,
     print_failure, print_refusal, removed, report, run, status, verdict,
@@ -16,7 +17,6 @@ use crate::cmd::{
 use crate::compute::cuda::kernels;
 use crate::error::{Error, Result};
 use crate::method::sections::SECTIONS;
-use crate::progress::{say_error, say_hint};
 
 /// Make a language model read less of its KV cache: calibrate an index, measure what it loses, and generate with it.
 #[derive(Parser, Debug)]

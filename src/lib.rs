@@ -2,7 +2,7 @@
 //!
 //! The modules, from the ground up; each uses those above it in this list and none below:
 //!
-//! 1. [`error`], [`interrupt`], [`mapped`], [`unfinished`], [`progress`], [`sandbox`], [`flags`], [`float`], [`heap`],
+//! 1. [`error`], [`interrupt`], [`mapped`], [`unfinished`], [`progress`], [`sandbox`], [`numbers`], [`parameters`], [`float`], [`heap`],
 //!    [`quant`], [`weight`]: the ground;
 //! 2. [`disk`]: every change that the program makes on a disk; [`store`]: safetensors files;
 //! 3. [`compute`]: arithmetic kernels and the devices that run them;
@@ -18,24 +18,26 @@
 
 pub mod artifact;
 pub mod capture;
+#[cfg(feature = "cli")]
 pub mod cli;
+#[cfg(feature = "cli")]
 pub mod cmd;
 pub mod compute;
 pub mod corpus;
 pub mod cuda;
 pub mod disk;
 pub mod dump;
+pub mod env;
 pub mod error;
-pub mod flags;
 pub mod float;
 pub mod heap;
-pub mod interrupt;
 pub mod kv;
 pub mod mapped;
 pub mod method;
 pub mod model;
+pub mod numbers;
+pub mod parameters;
 mod prefetch;
-pub mod progress;
 pub mod quant;
 pub mod runner;
 pub mod sandbox;
@@ -46,4 +48,5 @@ pub mod store;
 mod testing;
 pub mod unfinished;
 pub mod weight;
+pub mod wording;
 pub mod work;

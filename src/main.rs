@@ -1,18 +1,19 @@
 //! The `kvsmith` program: parses the command line, runs one subcommand, reports its error.
 
 use std::ffi::OsString;
-use std::process::ExitCode;
+use std::os::unix::process::CommandExt;
+use std::process::{Command, ExitCode};
 
 use kvsmith::cli::{self, Cli};
-use kvsmith::progress::say_error;
-use kvsmith::stats::linalg;
-use kvsmith::{interrupt, mapped, unfinished};
+use kvsmith::cmd::signals;
+use kvsmith::cmd::terminal::say_error;
+use kvsmith::{mapped, unfinished};
 
 /// The stack of the thread that runs a command, whatever the limit of the main thread's is.
 const STACK: usize = 8 << 20;
 
 fn main() -> ExitCode {
-    linalg::without_openblas_threads();
+    without_openblas_threads();
     let thread = std::thread::Builder::new()
         .name("kvsmith".to_owned())
         .stack_size(STACK);
@@ -33,14 +34,35 @@ fn command() -> ExitCode {
         Ok(cli) => cli,
         Err(e) => return ExitCode::from(cli::refuse(&arguments, &e)),
     };
-    interrupt::install();
+    signals::install();
     mapped::install();
     unfinished::install();
-    match cli::run(&cli) {
+    match signals::env().during(|| cli::run(&cli)) {
         Ok(()) => ExitCode::SUCCESS,
         Err(e) => {
             say_error(&e);
             ExitCode::from(e.exit_code())
         }
     }
+}
+
+/// Restarts the program with OpenBLAS limited to one thread, unless it already is.
+///
+/// OpenBLAS starts a thread per core when it is loaded, which is before `main`, so only the environment can prevent it.
+/// Nothing uses these threads; under a memory limit, they never end and keep the program from ending.
+fn without_openblas_threads() {
+    const VARIABLE: &str = "OPENBLAS_NUM_THREADS";
+    if std::env::var_os(VARIABLE).is_some_and(|threads| threads == "1") {
+        return;
+    }
+    let Ok(program) = std::env::current_exe() else {
+        return;
+    };
+    let mut arguments = std::env::args_os();
+    let mut anew = Command::new(program);
+    if let Some(name) = arguments.next() {
+        anew.arg0(name);
+    }
+    // `exec` returns only if it fails; the program then runs with these threads.
+    let _ = anew.args(arguments).env(VARIABLE, "1").exec();
 }

@@ -11,9 +11,9 @@ use std::sync::atomic::{AtomicBool, Ordering};
 
 use memmap2::Mmap;
 
-use crate::progress::harmless;
 use crate::slots::{Slot, Slots};
 use crate::unfinished;
+use crate::wording::harmless;
 
 /// A file that is mapped for reading.
 pub struct Mapped {

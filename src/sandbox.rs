@@ -14,8 +14,8 @@ use std::sync::{Mutex, PoisonError};
 use std::thread;
 use std::time::{Duration, Instant};
 
+use crate::env::{self, Env, Isolation};
 use crate::error::{Error, Result};
-use crate::interrupt;
 
 /// Bytes of stack for the work. Only the part in use takes memory.
 const STACK: usize = 1 << 28;
@@ -51,11 +51,16 @@ pub type Outcome = std::result::Result<Vec<u8>, String>;
 /// The text of the work's own error; work that panics, exceeds a limit or crashes; an interrupt, which ends the work at
 /// once; a process or thread that cannot be started.
 pub fn run(limits: Allowance, work: impl FnOnce() -> Outcome + Send) -> Result<Vec<u8>> {
+    let env = Env::current();
+    let work = || match env.isolation {
+        Isolation::Fork => env.during(|| in_fork(limits, work)),
+        Isolation::Thread => catch_unwind(AssertUnwindSafe(work))
+            .map_err(|_| crashed())?
+            .map_err(Error::failed),
+    };
     thread::scope(|scope| {
         let thread = thread::Builder::new().stack_size(STACK);
-        let handle = thread
-            .spawn_scoped(scope, || in_fork(limits, work))
-            .map_err(none)?;
+        let handle = thread.spawn_scoped(scope, work).map_err(none)?;
         handle.join().unwrap_or_else(|_| Err(crashed()))
     })
 }
@@ -126,7 +131,7 @@ fn fork(limits: Allowance, work: impl FnOnce() -> Outcome) -> Result<(libc::pid_
 fn receive(mut pipe: PipeReader, patience: Duration) -> Result<Vec<u8>> {
     let (start, mut bytes, mut buffer) = (Instant::now(), Vec::new(), vec![0; 1 << 16]);
     loop {
-        interrupt::check()?;
+        env::check()?;
         let mut poll = libc::pollfd {
             fd: pipe.as_raw_fd(),
             events: libc::POLLIN,

@@ -8,7 +8,6 @@ use std::process::ExitCode;
 use common::*;
 use kvsmith::artifact::Artifact;
 use kvsmith::compute::{self, Workload};
-use kvsmith::flags;
 use kvsmith::method::sections::SECTIONS;
 use libtest_mimic::{Arguments, Trial};
 use serde_json::{Value, json};
@@ -23,8 +22,8 @@ fn main() -> ExitCode {
         other_commands_stay_on_the_cpu,
     ]);
     for (name, device) in [
-        ("wgpu", flags::DeviceFlag::Wgpu),
-        ("cuda", flags::DeviceFlag::Cuda),
+        ("wgpu", compute::DeviceKind::Wgpu),
+        ("cuda", compute::DeviceKind::Cuda),
     ] {
         let missing = compute::open(device, Workload::Fits, &|_| false, &|_| {}).err();
         if let Some(reason) = &missing {

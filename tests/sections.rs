@@ -4,9 +4,9 @@ use std::collections::BTreeSet;
 
 use kvsmith::artifact::{Fit, FitInput, LayerPart, Section, SectionKind};
 use kvsmith::compute::cpu::Cpu;
+use kvsmith::env::Silent;
 use kvsmith::method::sections::SECTIONS;
 use kvsmith::model::Sizes;
-use kvsmith::progress::{Log, Verbosity};
 use kvsmith::stats::moments::Position;
 use kvsmith::store::Spec;
 
@@ -17,9 +17,8 @@ const SIZES: Sizes = Sizes {
     head_dim: 8,
 };
 
-/// The fit that a section makes without flags.
+/// The fit that a section makes with the default parameters.
 fn fit(kind: &dyn SectionKind) -> Box<dyn Fit> {
-    let command = kind.flags(clap::Command::new("test"));
     let input = FitInput {
         codewords: 4096,
         seed: 1,
@@ -29,11 +28,9 @@ fn fit(kind: &dyn SectionKind) -> Box<dyn Fit> {
         windows: &[None; 3],
         head_dim: 8,
         kept: &[true; 9000],
-        log: Log {
-            verbosity: Verbosity::Quiet,
-        },
+        reporter: &Silent,
     };
-    kind.fit(&command.get_matches_from(["test"]), &input).unwrap()
+    kind.fit((kind.parameters().defaults)(), &input).unwrap()
 }
 
 /// Zeros for every tensor of a layer.

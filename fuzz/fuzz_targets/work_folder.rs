@@ -4,7 +4,6 @@
 use std::collections::BTreeMap;
 use std::sync::LazyLock;
 
-use clap::ArgMatches;
 use kvsmith::artifact::{
     Facts, Fit, FitInput, FitText, HeadDone, HeadReport, LayerPart, LayerStates, MomentsRead, Section,
     SectionKind, SectionView,
@@ -51,7 +50,7 @@ impl SectionKind for Small {
         }
     }
 
-    fn fit(&self, _: &ArgMatches, _: &FitInput) -> Result<Box<dyn Fit>> {
+    fn fit(&self, _: Map<String, Value>, _: &FitInput) -> Result<Box<dyn Fit>> {
         Ok(Box::new(Small))
     }
 

@@ -4,7 +4,6 @@ use std::collections::BTreeMap;
 use std::fmt::Debug;
 use std::ops::Range;
 
-use clap::{ArgMatches, Command};
 use half::f16;
 use safetensors::Dtype;
 use serde_json::{Map, Value, json};
@@ -12,9 +11,10 @@ use serde_json::{Map, Value, json};
 use super::{HeadReport, LayerStates, Report, SectionManifest, SectionView};
 use crate::compute::cpu::Cpu;
 use crate::compute::device::Device;
+use crate::env::Reporter;
 use crate::error::{Error, Result};
 use crate::model::Sizes;
-use crate::progress::Log;
+use crate::parameters::ParameterSet;
 use crate::stats::moments::Position;
 use crate::store::{Element, Spec, to_bytes};
 
@@ -62,21 +62,22 @@ pub trait SectionKind: Debug + Sync {
     /// The fixed facts.
     fn facts(&self) -> &'static Facts;
 
-    /// Adds the flags of the fit to a command.
-    fn flags(&self, command: Command) -> Command {
-        command
+    /// The parameters of the fit.
+    fn parameters(&self) -> ParameterSet {
+        ParameterSet::NONE
     }
 
-    /// Returns whether `calibrate` makes the section with these flags.
-    fn is_wanted(&self, _flags: &ArgMatches) -> bool {
+    /// Returns whether a calibration makes the section with these parameters.
+    fn is_wanted(&self, _values: &Map<String, Value>) -> bool {
         true
     }
 
-    /// Prepares the fit from the given flags; warns if the text is too short for it.
+    /// Prepares the fit with these parameters, which are by name; absent ones have their defaults. Warns if the text is too
+    /// short for it.
     ///
     /// # Errors
-    /// Flags out of range, too few rows.
-    fn fit(&self, flags: &ArgMatches, input: &FitInput) -> Result<Box<dyn Fit>>;
+    /// Parameters out of range, too few rows.
+    fn fit(&self, values: Map<String, Value>, input: &FitInput) -> Result<Box<dyn Fit>>;
 
     /// The tensors, layer axis in front.
     ///
@@ -144,7 +145,7 @@ pub struct FitInput<'a> {
     /// Number of codewords of a codebook whose size no flag sets.
     pub codewords: usize,
     /// Receives warnings.
-    pub log: Log,
+    pub reporter: &'a dyn Reporter,
 }
 
 /// A section's fit with its parameters.

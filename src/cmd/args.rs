@@ -8,16 +8,18 @@ use clap::Args;
 use clap::builder::{PathBufValueParser, TypedValueParser};
 
 use super::gpu_check::stamp::Stamp;
+use super::parameters::choice;
+use crate::cmd::flags::{parse_count, parse_count_or_all};
+use crate::cmd::terminal::{Log, Verbosity};
 use crate::compute::cpu::Cpu;
 use crate::compute::cuda::Cuda;
 use crate::compute::cuda::driver::Driver;
 use crate::compute::cuda::nvidia::Found;
 use crate::compute::{self, Workload};
+use crate::compute::{DeviceKind, Precision};
 use crate::corpus::{self, TextFiles};
 use crate::error::{Error, Result};
-use crate::flags::{DeviceFlag, Precision, parse_count, parse_count_or_all};
 use crate::model::folder;
-use crate::progress::{Log, Verbosity};
 use crate::stats::moments::Position;
 
 /// Options of every command.
@@ -26,10 +28,10 @@ use crate::stats::moments::Position;
 pub struct Global {
     /// Device for the computation. If the requested device is unavailable, kvsmith exits with code 3; it never falls
     /// back
-    #[arg(long, global = true, value_enum, default_value_t = DeviceFlag::Auto)]
-    pub device: DeviceFlag,
+    #[arg(long, global = true, value_parser = choice::<DeviceKind>(), default_value_t = DeviceKind::Auto)]
+    pub device: DeviceKind,
     /// On a GPU: type of the values that are multiplied with 16-bit weights
-    #[arg(long, global = true, value_enum, default_value_t = Precision::Auto)]
+    #[arg(long, global = true, value_parser = choice::<Precision>(), default_value_t = Precision::Auto)]
     pub precision: Precision,
     /// Number of CPU threads, 1 to 1024 (default: all cores)
     #[arg(long, global = true, value_name = "N")]
@@ -93,7 +95,7 @@ impl Global {
         let mut device = compute::open(self.device, workload, &may_use, &|text| log.detail(text))?;
         let untried = device.cuda().filter(|gpu| !Stamp::has_passed(*gpu));
         match (self.device, untried.map(Driver::described)) {
-            (DeviceFlag::Auto, Some(gpu)) => {
+            (DeviceKind::Auto, Some(gpu)) => {
                 log.note(&unchecked(&gpu));
                 device = Box::new(Cpu);
             }
@@ -104,7 +106,7 @@ impl Global {
         let described = device.cuda().map(Driver::described);
         match (described.or_else(|| device.adapter()), self.device) {
             (Some(adapter), _) => log.note(&format!("device: {name} ({adapter})")),
-            (None, DeviceFlag::Auto) => log.note(&format!("device: {name}")),
+            (None, DeviceKind::Auto) => log.note(&format!("device: {name}")),
             (None, _) => {}
         }
         Ok(device)
@@ -128,7 +130,7 @@ impl Global {
     /// The device asked for is not there, or cannot run a model: exit code 3.
     pub fn open_model_device(&self, command: &str) -> Result<Box<dyn compute::device::Device>> {
         match self.device {
-            DeviceFlag::Wgpu => Err(unable(command, "wgpu")),
+            DeviceKind::Wgpu => Err(unable(command, "wgpu")),
             _ => self.open_device(Workload::Model),
         }
     }
@@ -139,7 +141,7 @@ impl Global {
     /// Another device was asked for: exit code 3.
     pub fn cpu_only(&self, command: &str) -> Result<()> {
         self.without_device(command)?;
-        if self.device == DeviceFlag::Auto {
+        if self.device == DeviceKind::Auto {
             self.log().note("device: cpu");
         }
         Ok(())
@@ -151,9 +153,9 @@ impl Global {
     /// Another device than the CPU was asked for: exit code 3.
     pub fn without_device(&self, command: &str) -> Result<()> {
         match self.device {
-            DeviceFlag::Cpu | DeviceFlag::Auto => Ok(()),
-            DeviceFlag::Wgpu => Err(unable(command, "wgpu")),
-            DeviceFlag::Cuda => Err(unable(command, "cuda")),
+            DeviceKind::Cpu | DeviceKind::Auto => Ok(()),
+            DeviceKind::Wgpu => Err(unable(command, "wgpu")),
+            DeviceKind::Cuda => Err(unable(command, "cuda")),
         }
     }
 }

@@ -20,19 +20,20 @@ use super::{
 };
 use crate::artifact::{self, Artifact, Fit, FitInput, Section};
 use crate::cmd::args::{Global, Input, RopeKind, model_folder};
+use crate::cmd::flags::{parse_count, parse_positive_count};
+use crate::cmd::signals::Saving;
+use crate::cmd::terminal::{Log, columns};
 use crate::compute::Workload;
 use crate::compute::device::Device;
 use crate::corpus::{Corpus, Origin, Reserve};
 use crate::disk::Output;
 use crate::error::{Error, Kind, Result};
-use crate::flags::{parse_count, parse_positive_count};
 use crate::heap;
-use crate::interrupt::Saving;
 use crate::method::a2ats::{self, LONGEST_CONTEXT};
 use crate::model::ModelConfig;
-use crate::progress::{Log, columns, wrapped};
 use crate::runner::verdict::{Material, Wanted};
 use crate::stats::moments::Position;
+use crate::wording::wrapped;
 use crate::work::WorkFolder;
 
 /// Arguments of `calibrate`.
@@ -126,7 +127,7 @@ impl Settings {
             windows: &config.windows(),
             head_dim: config.sizes().head_dim,
             codewords: self.codewords(config, kept),
-            log,
+            reporter: &log,
         })
     }
 

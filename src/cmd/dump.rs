@@ -13,13 +13,13 @@ use super::{
     wrope_position,
 };
 use crate::cmd::args::{Global, Input, model_folder};
+use crate::cmd::flags::{parse_count, parse_float};
 use crate::corpus::{Corpus, Origin};
 use crate::dump::{self, DumpJob, DumpOptions, NewDump, Shard};
 use crate::error::Result;
-use crate::flags::{parse_count, parse_float};
 use crate::float::Float;
 use crate::heap;
-use crate::progress::counted;
+use crate::wording::counted;
 
 /// Arguments of `dump`.
 #[derive(clap::Args, Debug)]
@@ -118,7 +118,7 @@ fn dump(args: &Args, global: &Global, shard: Option<(usize, usize, &mut Task)>) 
     }
     if let Some(new) = new {
         let layers = layers_on(device.as_ref(), &decoder, global)?;
-        dump::write(layers.as_ref(), device.as_ref(), &corpus, job, new, log)?;
+        dump::write(layers.as_ref(), device.as_ref(), &corpus, job, new, &log)?;
     }
     let seconds = start.elapsed().as_secs_f64();
     let note = format!(

@@ -76,7 +76,7 @@ fn eval(args: &Args, global: &Global) -> Result<()> {
     let method = |entry: &Entry| {
         let Named { method, tail } = entry.named;
         let artifact = artifacts.get(entry.artifact);
-        let own = &args.reading.methods;
+        let own = args.reading.params();
         let params = entry
             .also
             .map_or_else(|| own.clone(), |also| args.also[also].params(own));

@@ -9,13 +9,14 @@ use serde_json::{Value, json};
 
 use super::args::Global;
 use super::{print, print_json};
+use crate::cmd::flags::parse_count;
+use crate::compute::DeviceKind;
 use crate::compute::cuda::driver::Driver;
 use crate::compute::cuda::kernels;
 use crate::compute::cuda::nvidia::{Found, Nvidia};
 use crate::cuda::check::{self, FailedCase, Report};
 use crate::error::{Error, Result};
-use crate::flags::{DeviceFlag, parse_count};
-use crate::progress::duration;
+use crate::wording::duration;
 use stamp::Stamp;
 
 /// Arguments of `gpu-check`.
@@ -31,7 +32,7 @@ pub struct Args {
 /// # Errors
 /// There is no NVIDIA GPU: exit code 3. A case failed: exit code 1.
 pub fn run(args: &Args, global: &Global) -> Result<()> {
-    if matches!(global.device, DeviceFlag::Cpu | DeviceFlag::Wgpu) {
+    if matches!(global.device, DeviceKind::Cpu | DeviceKind::Wgpu) {
         return Err(
             Error::device("`gpu-check` checks an NVIDIA GPU").hint("remove --device, or use --device cuda")
         );

@@ -9,10 +9,11 @@ use serde_json::{Value, json};
 use super::{model_manifest, open_model, print, print_json};
 use crate::artifact::{Artifact, HeadReport, SectionView, short};
 use crate::cmd::args::Global;
+use crate::cmd::terminal::columns;
 use crate::error::{Error, Result};
 use crate::method::sections::{SECTIONS, weak_heads};
 use crate::model::folder;
-use crate::progress::{columns, counted, harmless, size, wrapped};
+use crate::wording::{counted, harmless, size, wrapped};
 
 /// Arguments of `inspect`.
 #[derive(clap::Args, Debug)]

@@ -7,6 +7,7 @@ pub mod completions;
 pub mod dump;
 pub mod eval;
 pub mod examples;
+pub mod flags;
 pub mod gpu_check;
 pub mod inspect;
 pub mod merge;
@@ -14,6 +15,7 @@ pub mod moments;
 mod named;
 mod output;
 pub mod pack;
+mod parameters;
 pub mod plan;
 mod reading;
 pub mod removed;
@@ -21,8 +23,10 @@ pub mod report;
 pub mod run;
 pub mod sections;
 mod share;
+pub mod signals;
 pub mod status;
 mod task;
+pub mod terminal;
 pub mod verdict;
 
 use std::path::{Path, PathBuf};
@@ -32,21 +36,22 @@ use std::sync::atomic::Ordering;
 use serde_json::{Value, json};
 
 use crate::artifact::short;
+use crate::cmd::terminal::Log;
 use crate::compute::cpu::Cpu;
 use crate::compute::cuda::driver::Driver;
 use crate::compute::device::Device;
+use crate::compute::{DeviceKind, Precision};
 use crate::corpus::{Corpus, Reserve};
 use crate::cuda::check_model;
 use crate::cuda::layers::CudaLayers;
 use crate::cuda::room::{Extent, Source};
 use crate::error::{Error, Result};
-use crate::flags;
 use crate::float::Float;
 use crate::model::folder;
 use crate::model::forward::{CpuForward, CpuLayers, Forward, Layers};
 use crate::model::{Decoder, ModelConfig, ModelManifest};
-use crate::progress::{Log, counted, harmless, size};
 use crate::runner::verdict::Wanted;
+use crate::wording::{counted, harmless, size};
 use args::{Global, Input};
 
 /// The version of the documents of `--json`; within a version, members may be added, but none changes its meaning.
@@ -256,7 +261,7 @@ fn can_run(device: &dyn Device, decoder: &Decoder, global: &Global) -> Result<bo
             warn_of_library(driver, decoder, global);
             Ok(true)
         }
-        (Err(e), flags::DeviceFlag::Auto) => {
+        (Err(e), DeviceKind::Auto) => {
             global.log().note(&format!("the model runs on the CPU: {e}"));
             Ok(false)
         }
@@ -267,7 +272,7 @@ fn can_run(device: &dyn Device, decoder: &Decoder, global: &Global) -> Result<bo
 /// Warns once if the GPU's library for products is missing and the model would use it: products in f32 do not.
 fn warn_of_library(driver: &dyn Driver, decoder: &Decoder, global: &Global) {
     static WARNED: Once = Once::new();
-    let is_used = global.precision == flags::Precision::Auto && decoder.embedding.float() != Float::F32;
+    let is_used = global.precision == Precision::Auto && decoder.embedding.float() != Float::F32;
     if let Some(missing) = driver.missing_library().filter(|_| is_used) {
         WARNED.call_once(|| global.log().warn(missing));
     }

@@ -7,12 +7,12 @@ use serde_json::json;
 
 use super::{finish, output, paths};
 use crate::cmd::args::{Global, RopeKind};
+use crate::cmd::flags::parse_count;
 use crate::compute::Workload;
 use crate::dump::moments::Moments;
 use crate::dump::{Dump, State};
+use crate::env::{self, Progress as _};
 use crate::error::Result;
-use crate::flags::parse_count;
-use crate::interrupt;
 use crate::stats::moments::QuerySums;
 
 /// Arguments of `moments`.
@@ -45,7 +45,7 @@ pub fn run(args: &Args, global: &Global) -> Result<()> {
     let progress = global.log().progress(s.n_layers as u64, "layers");
     let mut layers = Vec::with_capacity(s.n_layers);
     for i in 0..s.n_layers {
-        interrupt::check()?;
+        env::check()?;
         progress.layer(i, s.n_layers, "moments");
         let states = dump.layer(i)?;
         let mut sums = QuerySums::new(s.n_kv_heads, s.head_dim);

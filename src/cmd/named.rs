@@ -3,8 +3,9 @@
 use std::ffi::OsStr;
 use std::fmt;
 
-use clap::builder::{EnumValueParser, PossibleValue, TypedValueParser};
+use clap::builder::{PossibleValue, TypedValueParser};
 
+use super::parameters;
 use crate::artifact::Artifact;
 use crate::method::registry::{METHODS, MethodName};
 
@@ -35,7 +36,7 @@ impl Named {
     /// Parses the text form of a [`Named`]; `None` for other text.
     pub fn parse(text: &str) -> Option<Self> {
         let stripped = text.strip_suffix(SUFFIX);
-        let method = <MethodName as clap::ValueEnum>::from_str(stripped.unwrap_or(text), false).ok()?;
+        let method = MethodName::named(stripped.unwrap_or(text))?;
         Some(Self {
             method,
             tail: stripped.is_some(),
@@ -70,7 +71,7 @@ impl TypedValueParser for NamedParser {
         arg: Option<&clap::Arg>,
         value: &OsStr,
     ) -> Result<Named, clap::Error> {
-        let parser = EnumValueParser::<MethodName>::new();
+        let parser = parameters::method();
         let text = value.to_str().map(str::trim);
         if let Some(name) = text.and_then(|text| text.strip_suffix(SUFFIX))
             && let Ok(method) = parser.parse_ref(command, arg, OsStr::new(name))
@@ -83,9 +84,7 @@ impl TypedValueParser for NamedParser {
     }
 
     fn possible_values(&self) -> Option<Box<dyn Iterator<Item = PossibleValue> + '_>> {
-        Some(Box::new(
-            METHODS.iter().filter_map(clap::ValueEnum::to_possible_value),
-        ))
+        Some(Box::new(parameters::method_names()))
     }
 }
 

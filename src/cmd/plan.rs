@@ -24,8 +24,8 @@ use crate::float::Float;
 use crate::method::a2ats;
 use crate::model::ModelConfig;
 use crate::model::folder;
-use crate::progress::{counted, duration, harmless, size};
 use crate::store;
+use crate::wording::{counted, duration, harmless, size};
 use serving::Serving;
 use shards::{Job, ShardFlags, ShardPlan};
 

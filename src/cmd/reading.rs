@@ -3,20 +3,21 @@
 use std::path::{Path, PathBuf};
 
 use super::args::Global;
+use super::parameters::{MethodFlags, flags_of_methods};
 use crate::artifact::Artifact;
+use crate::cmd::flags::{WeightsFlag, parse_count, parse_positive_count};
+use crate::cmd::terminal::Log;
 use crate::compute::device::Device;
 use crate::error::{Error, Result};
-use crate::flags::{WeightsFlag, parse_count, parse_positive_count};
 use crate::kv::static_set::{SINKS, WINDOW};
 use crate::kv::{Budget, KvType};
 use crate::method::declaration::Ask;
-use crate::method::params::{MethodParams, flags_of_methods};
+use crate::method::params::MethodParams;
 use crate::method::registry::MethodName;
 use crate::method::sections::SECTIONS;
 use crate::method::tail::with_tail;
 use crate::method::{CPU_GRANULE, Method};
 use crate::model::Decoder;
-use crate::progress::Log;
 use crate::runner::Options;
 
 /// Where and how keys and values are held.
@@ -65,10 +66,15 @@ pub(super) struct Reading {
     #[arg(long)]
     force: bool,
     #[command(flatten)]
-    pub(super) methods: MethodParams,
+    methods: MethodFlags,
 }
 
 impl Reading {
+    /// Returns the parameters of the methods.
+    pub(super) fn params(&self) -> &MethodParams {
+        &self.methods.0
+    }
+
     /// Opens an artifact and checks that it fits the model.
     pub(super) fn open(&self, path: &Path, decoder: &Decoder, log: Log) -> Result<Artifact> {
         let artifact = Artifact::open(path, SECTIONS)?;
@@ -101,7 +107,7 @@ impl Reading {
             window: self.window,
             budget,
             kv: self.kv_type(usual, device),
-            packed: self.methods.selfindex.layout(artifact)?,
+            packed: self.methods.0.selfindex.layout(artifact)?,
             granule: CPU_GRANULE,
         })
     }

@@ -15,7 +15,7 @@ use super::{finish, output};
 use crate::artifact::Artifact;
 use crate::error::{Error, Result};
 use crate::method::sections::SECTIONS;
-use crate::progress::size;
+use crate::wording::size;
 use evals::Measured;
 
 /// Arguments of `report`.

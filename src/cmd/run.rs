@@ -17,19 +17,19 @@ use super::output;
 use super::reading::{Reading, in_full, parse_budget};
 use super::{device_for, open_model};
 use crate::artifact::Artifact;
+use crate::cmd::flags::{at_least_1, at_least_one, not_negative, parse_count, share, share_or_zero};
+use crate::cmd::terminal::Log;
 use crate::compute::device::Device;
 use crate::cuda::ROWS;
 use crate::cuda::backend::CudaBackend;
 use crate::cuda::host::HostBackend;
 use crate::cuda::room::{Extent, Source};
 use crate::error::{Error, Result};
-use crate::flags::{at_least_1, at_least_one, not_negative, parse_count, share, share_or_zero};
 use crate::kv::sample::{Sampler, Sampling};
 use crate::kv::{Budget, KvType};
 use crate::method::Method;
 use crate::method::registry::{FULL, MethodName};
 use crate::model::Decoder;
-use crate::progress::Log;
 use crate::runner::{CpuBackend, Options, Session};
 use choice::{Ask, Choice};
 use compare::Comparison;
@@ -197,7 +197,7 @@ pub fn run(args: &Args, global: &Global) -> Result<()> {
     let method = reading.method(
         choice.method,
         choice.tail,
-        &reading.methods,
+        reading.params(),
         artifact.as_ref(),
         &decoder,
         global,

@@ -1,13 +1,15 @@
 //! The commands that make one section from a dump (`codebook`, `signs`, `priors`, ...), and the flags of all
 //! sections. What differs between sections is in their declarations.
 
+use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 
 use clap::builder::PossibleValuesParser;
 use clap::{Arg, ArgAction, ArgMatches, Command, FromArgMatches, value_parser};
 use ndarray::Axis;
-use serde_json::json;
+use serde_json::{Map, Value, json};
 
+use super::parameters::{flags, values};
 use super::share::{LayerShare, environment, parse_layers};
 use super::task::Task;
 use super::{finish, output};
@@ -16,19 +18,21 @@ use crate::artifact::{
     SectionManifest,
 };
 use crate::cmd::args::Global;
+use crate::cmd::flags::parse_count;
+use crate::cmd::terminal::{Log, Progress, Verbosity};
 use crate::compute::Workload;
 use crate::compute::cpu::Cpu;
 use crate::compute::device::Device;
 use crate::corpus::Origin;
 use crate::dump::moments::Moments;
 use crate::dump::{Dump, LayerDump, State};
+use crate::env::Progress as _;
 use crate::error::{Error, Result};
-use crate::flags::parse_count;
 use crate::heap;
-use crate::method::a2ats::CODEWORDS;
+use crate::method::a2ats::{self, CODEWORDS};
 use crate::method::sections::SECTIONS;
 use crate::model::rope::Rope;
-use crate::progress::{Log, Progress, Verbosity};
+use crate::parameters::Parameter;
 use crate::stats::moments::{LayerMoments, Position, QuerySums};
 
 /// Name of the flag for the position of the moments.
@@ -46,7 +50,12 @@ type ParseResult<T> = std::result::Result<T, clap::Error>;
 /// The flags of the fits of all sections.
 #[derive(Clone, Debug)]
 pub struct SectionFlags {
-    flags: ArgMatches,
+    /// The sections to make, if they are named.
+    named: Option<Vec<String>>,
+    /// Whether the sections that are made on request are wanted too.
+    peers: bool,
+    /// The parameters of each section's fit.
+    values: BTreeMap<&'static str, Map<String, Value>>,
     /// Number of codewords of a codebook, if it is set.
     pub codewords: Option<usize>,
 }
@@ -54,19 +63,18 @@ pub struct SectionFlags {
 impl SectionFlags {
     /// Prepares the fit of every section that is wanted.
     pub fn fits(&self, input: &FitInput) -> Result<Vec<Box<dyn Fit>>> {
-        let named: Option<Vec<&String>> = self.flags.get_many(NAMED).map(Iterator::collect);
         let asked = |kind: &dyn SectionKind| {
             let facts = kind.facts();
-            match &named {
-                _ if facts.on_request && self.flags.get_flag(PEERS) => true,
-                Some(named) => named.iter().any(|name| *name == facts.name),
+            match &self.named {
+                _ if facts.on_request && self.peers => true,
+                Some(named) => named.iter().any(|name| name == facts.name),
                 None => !facts.on_request,
             }
         };
         let wanted = SECTIONS.iter().copied();
-        let wanted = wanted.filter(|kind| asked(*kind) && kind.is_wanted(&self.flags));
+        let wanted = wanted.filter(|kind| asked(*kind) && kind.is_wanted(&self.values[kind.name()]));
         let fits: Vec<Box<dyn Fit>> = wanted
-            .map(|kind| kind.fit(&self.flags, input))
+            .map(|kind| kind.fit(self.values[kind.name()].clone(), input))
             .collect::<Result<_>>()?;
         match fits.is_empty() {
             true => Err(
@@ -81,9 +89,8 @@ impl SectionFlags {
 /// Lists the flags of each section, without their dashes.
 pub fn section_flags() -> impl Iterator<Item = (&'static str, Vec<String>)> {
     SECTIONS.iter().map(|kind| {
-        let command = kind.flags(Command::new("flags"));
-        let flags = command.get_arguments().filter_map(Arg::get_long);
-        (kind.name(), flags.map(str::to_owned).collect())
+        let parameters = kind.parameters().parameters.iter();
+        (kind.name(), parameters.map(Parameter::flag).collect())
     })
 }
 
@@ -107,7 +114,9 @@ impl clap::Args for SectionFlags {
         );
         let peers = Arg::new(PEERS).long(PEERS).action(ArgAction::SetTrue).help(help);
         let command = command.arg(peers.help_heading("Sections"));
-        SECTIONS.iter().fold(command, |command, kind| kind.flags(command))
+        SECTIONS
+            .iter()
+            .fold(command, |command, kind| flags(command, &kind.parameters()))
     }
 
     fn augment_args_for_update(command: Command) -> Command {
@@ -117,9 +126,16 @@ impl clap::Args for SectionFlags {
 
 impl FromArgMatches for SectionFlags {
     fn from_arg_matches(matches: &ArgMatches) -> ParseResult<Self> {
+        let values = SECTIONS
+            .iter()
+            .map(|kind| (kind.name(), values(&kind.parameters(), matches)));
+        let values: BTreeMap<_, _> = values.collect();
+        let codewords = values[a2ats::SECTION].get(a2ats::SIZE).and_then(Value::as_u64);
         Ok(Self {
-            flags: matches.clone(),
-            codewords: matches.get_one("size").copied(),
+            named: matches.get_many(NAMED).map(|names| names.cloned().collect()),
+            peers: matches.get_flag(PEERS),
+            codewords: codewords.map(|size| size as usize),
+            values,
         })
     }
 
@@ -138,7 +154,8 @@ pub struct SectionCommand {
     moments: Option<PathBuf>,
     wrope_position: Option<usize>,
     output: PathBuf,
-    flags: ArgMatches,
+    /// The parameters of the fit.
+    values: Map<String, Value>,
 }
 
 impl clap::Subcommand for SectionCommand {
@@ -193,7 +210,7 @@ fn describe(kind: &dyn SectionKind) -> Command {
                 .help("Section file to write")
                 .required(true),
         );
-    kind.flags(command).about(facts.about)
+    flags(command, &kind.parameters()).about(facts.about)
 }
 
 impl FromArgMatches for SectionCommand {
@@ -214,7 +231,7 @@ impl FromArgMatches for SectionCommand {
             moments: moments.flatten(),
             wrope_position: position.flatten(),
             output: file("output").ok_or_else(missing)?,
-            flags: flags.clone(),
+            values: values(&kind.parameters(), flags),
         })
     }
 
@@ -253,7 +270,7 @@ impl SectionCommand {
         }
         let moments = self.moments(&dump)?;
         let fit = self.kind.fit(
-            &self.flags,
+            self.values.clone(),
             &FitInput {
                 seed: global.seed,
                 position: moments.position(&dump),
@@ -263,7 +280,7 @@ impl SectionCommand {
                 windows: &dump.origin.model.windows,
                 head_dim: dump.sizes.head_dim,
                 codewords: CODEWORDS,
-                log: global.log(),
+                reporter: &global.log(),
             },
         )?;
         let n_layers = dump.sizes.n_layers;

@@ -14,7 +14,7 @@ use super::args::Global;
 use super::task::State;
 use super::{print, print_json};
 use crate::error::Result;
-use crate::progress::{counted, duration, harmless, size};
+use crate::wording::{counted, duration, harmless, size};
 
 /// Arguments of `status`.
 #[derive(clap::Args, Debug)]

@@ -9,9 +9,9 @@ use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
 use serde::{Deserialize, Serialize};
 
+use crate::cmd::terminal;
 use crate::disk::{self, Output};
 use crate::error::Result;
-use crate::progress;
 
 /// How often the note of a running task is written.
 const EVERY: Duration = Duration::from_secs(5);
@@ -99,7 +99,7 @@ impl Task {
         let (path, mut note, start) = (self.path.clone(), self.note.clone(), self.start);
         let writer = std::thread::Builder::new().spawn(move || {
             loop {
-                (note.done, note.total) = progress::current().unwrap_or_default();
+                (note.done, note.total) = terminal::current().unwrap_or_default();
                 write(&path, &mut note, start);
                 if stopped.recv_timeout(EVERY) != Err(RecvTimeoutError::Timeout) {
                     return;

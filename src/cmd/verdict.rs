@@ -13,15 +13,15 @@ use super::calibrate::stages::Stages;
 use super::named::{Named, NamedParser};
 use super::{finish, load_texts, open_model, output, paths};
 use crate::artifact::{self, Artifact, Limits, Verdict};
+use crate::cmd::flags::{not_negative, parse_positive_count, parse_share};
 use crate::corpus::{Corpus, CorpusManifest, Reserve};
 use crate::dump::Dump;
 use crate::error::{Error, Result};
-use crate::flags::{not_negative, parse_positive_count, parse_share};
 use crate::heap;
 use crate::method::sections::SECTIONS;
-use crate::progress::counted;
 use crate::runner::eval::FEWEST;
 use crate::runner::verdict::{BLOCK, Material, Wanted};
+use crate::wording::counted;
 pub use measure::Judging;
 
 /// Methods that are measured although they have no section of the artifact: the exact choice, one that calibrates on the

@@ -14,6 +14,10 @@ pub mod fill;
 pub mod kernels;
 pub mod ledger;
 pub mod linear;
+#[cfg(feature = "cuda")]
+pub mod nvidia;
+#[cfg(not(feature = "cuda"))]
+#[path = "cuda/absent.rs"]
 pub mod nvidia;
 mod points;
 pub(crate) mod rows;

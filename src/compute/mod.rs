@@ -15,6 +15,7 @@ pub mod cpu;
 pub mod cuda;
 pub mod device;
 mod draw;
+#[cfg(feature = "wgpu")]
 pub mod gpu;
 pub mod layout;
 pub mod linear;
@@ -27,9 +28,47 @@ pub mod team;
 
 use ndarray::{ArrayView2, ArrayViewMut2, Axis};
 
+use crate::choices;
+#[cfg(not(feature = "wgpu"))]
+use crate::error::Error;
 use crate::error::Result;
-use crate::flags;
+use crate::float::Float;
 use cuda::nvidia::Found;
+
+choices! {
+    /// The device that does the work.
+    pub enum DeviceKind {
+        /// An NVIDIA GPU that has passed `kvsmith gpu-check` and can run the command, else the CPU; never wgpu.
+        Auto = "auto",
+        /// The CPU.
+        Cpu = "cpu",
+        /// Any GPU with a Vulkan, Metal or DirectX 12 driver, through wgpu.
+        Wgpu = "wgpu",
+        /// An NVIDIA GPU of compute capability 8.0 or later, through CUDA.
+        Cuda = "cuda",
+    }
+}
+
+choices! {
+    /// The type of what is multiplied with 16-bit weights.
+    pub enum Precision {
+        /// Round them to the type of the weights, so that tensor cores can be used.
+        Auto = "auto",
+        /// Keep them in f32.
+        F32 = "f32",
+    }
+}
+
+impl Precision {
+    /// Returns the type in which attention reads keys and values that no cache keeps; `kind` is the
+    /// weights' type.
+    pub fn attended(self, kind: Float) -> Float {
+        match self {
+            Self::F32 => Float::F32,
+            Self::Auto => kind,
+        }
+    }
+}
 
 /// What a device is opened for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -47,13 +86,13 @@ pub enum Workload {
 /// # Errors
 /// The requested device is not available.
 pub fn open(
-    device: flags::DeviceFlag,
+    device: DeviceKind,
     workload: Workload,
     may_use: &dyn Fn(&Found) -> bool,
     tell: &dyn Fn(&str),
 ) -> Result<Box<dyn device::Device>> {
     Ok(match device {
-        flags::DeviceFlag::Auto => match Found::first() {
+        DeviceKind::Auto => match Found::first() {
             Ok(found) if !may_use(&found) => Box::new(cpu::Cpu),
             found => match found.and_then(|_| open_cuda(workload, tell)) {
                 Ok(cuda) => cuda,
@@ -63,9 +102,15 @@ pub fn open(
                 }
             },
         },
-        flags::DeviceFlag::Cpu => Box::new(cpu::Cpu),
-        flags::DeviceFlag::Wgpu => Box::new(gpu::Gpu::open(gpu::GpuLimits::NONE)?),
-        flags::DeviceFlag::Cuda => open_cuda(workload, tell)?,
+        DeviceKind::Cpu => Box::new(cpu::Cpu),
+        #[cfg(feature = "wgpu")]
+        DeviceKind::Wgpu => Box::new(gpu::Gpu::open(gpu::GpuLimits::NONE)?),
+        #[cfg(not(feature = "wgpu"))]
+        DeviceKind::Wgpu => {
+            return Err(Error::device("wgpu: this build has no support for it")
+                .hint("build kvsmith with the feature `wgpu`, or use the CPU"));
+        }
+        DeviceKind::Cuda => open_cuda(workload, tell)?,
     })
 }
 

@@ -5,8 +5,8 @@ use std::path::{Path, PathBuf};
 use serde_json::Value;
 
 use super::source::Source;
+use crate::env;
 use crate::error::{Error, Result};
-use crate::interrupt;
 use crate::model::chat::{ChatTemplate, Message};
 use crate::model::tokenizer::{BATCH, MARGIN, Tokenizer, likely_bytes};
 
@@ -76,7 +76,7 @@ impl TextFiles {
                 all.is_cut = true;
                 break;
             }
-            interrupt::check()?;
+            env::check()?;
             let mut source = Source::open(&path)?;
             let (made, is_all) = encoder.encode(&path, &mut source, left)?;
             let count: usize = made.iter().map(Vec::len).sum();
@@ -282,7 +282,7 @@ fn chats(
         if left == 0 {
             break;
         }
-        interrupt::check()?;
+        env::check()?;
         let mut ids = match document {
             Document::Text(text) => tokenizer.encode_prefix(text, left)?,
             Document::Chat(messages) => {
@@ -311,7 +311,7 @@ fn kind(path: &Path) -> Option<&str> {
 
 /// Adds the text files of a folder and its subfolders in the order of their names.
 fn add_folder(folder: &Path, files: &mut Vec<PathBuf>) -> Result<()> {
-    interrupt::check()?;
+    env::check()?;
     let failed = |e| Error::io(folder, "read", &e);
     let entries = std::fs::read_dir(folder).map_err(failed)?;
     let mut paths: Vec<PathBuf> = entries

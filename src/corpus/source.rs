@@ -7,8 +7,8 @@ use std::path::{Path, PathBuf};
 use flate2::read::MultiGzDecoder;
 
 use super::documents::{KINDS, STDIN};
+use crate::env;
 use crate::error::{Error, Result};
-use crate::interrupt;
 
 /// Most bytes that are taken from a compressed file.
 const MOST_BYTES: usize = 1 << 32;
@@ -64,7 +64,7 @@ impl Source {
     /// Reads until `n` bytes are in memory, or everything is.
     fn fill(&mut self, n: usize) -> Result<()> {
         while !self.is_read && self.bytes.len() < n {
-            interrupt::check()?;
+            env::check()?;
             let most = CHUNK.min(n - self.bytes.len());
             let mut part = (&mut self.reader).take(most as u64);
             let read = part.read_to_end(&mut self.bytes).map_err(|e| match self.is_compressed {

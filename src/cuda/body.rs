@@ -4,15 +4,15 @@ use super::finite::FiniteCheck;
 use super::sizes::{LayerSizes, check_model};
 use super::weights::{LayerWeights, random, upload};
 use super::work::Workspace;
+use crate::compute::Precision;
 use crate::compute::cuda::buffer::Buffer;
 use crate::compute::cuda::driver::{Driver, Purpose, allocating};
 use crate::compute::cuda::kernels;
 use crate::compute::cuda::linear::Linear;
 use crate::compute::linear;
+use crate::env;
 use crate::error::{Error, Result};
-use crate::flags::Precision;
 use crate::float::Float;
-use crate::interrupt;
 use crate::model::forward::check_prompt;
 use crate::model::rope::Rope;
 use crate::model::{Decoder, ModelConfig};
@@ -55,7 +55,7 @@ impl<'a> Body<'a> {
         };
         let mut layers = Vec::new();
         for number in 0..config.n_layers() {
-            interrupt::check()?;
+            env::check()?;
             let view = decoder.layer(number)?;
             layers.push(LayerWeights::upload(driver, &view)?);
             // The page cache need not keep what is on the device now.

@@ -13,14 +13,14 @@ use super::layers::fetch;
 use super::step::StepSpace;
 use super::weights::LayerWeights;
 use super::work::{Rotation, RowPositions, Workspace};
+use crate::compute::Precision;
 use crate::compute::cuda::buffer::Buffer;
 use crate::compute::cuda::driver::Driver;
 use crate::compute::layout::elements;
 use crate::compute::simd;
+use crate::env;
 use crate::error::{Error, Result};
-use crate::flags::Precision;
 use crate::float::Float;
-use crate::interrupt;
 use crate::model::Decoder;
 use crate::model::forward::{Attend, Cache, Context, Done, Forward, Rows, check_prompt};
 
@@ -88,7 +88,7 @@ impl<'a> CudaForward<'a> {
             v: heads(s.n_kv_heads),
         };
         for (start, n) in pass.chunks() {
-            interrupt::check()?;
+            env::check()?;
             let hidden = pass.hidden.part(start * s.hidden, n * s.hidden);
             let at = RowPositions::At {
                 first: pass.first + start,
@@ -126,7 +126,7 @@ impl<'a> CudaForward<'a> {
                 Some(left) if left < n => (skipped, left),
                 Some(_) => (start, n),
             };
-            interrupt::check()?;
+            env::check()?;
             put(&context.q_rope, &pass.work.q_rope, start, n)?;
             let (first, out) = (pass.first + start, &pass.work.attended);
             pass.context

@@ -8,11 +8,11 @@ use super::context::LayerContext;
 use super::sizes::{LayerSizes, check_model};
 use super::weights::LayerWeights;
 use super::work::{Rotation, RowPositions, Workspace};
+use crate::compute::Precision;
 use crate::compute::cuda::buffer::Buffer;
 use crate::compute::cuda::driver::Driver;
 use crate::compute::layout::{elements, elements_mut};
 use crate::error::Result;
-use crate::flags::Precision;
 use crate::model::forward::{BlockLayer, Layers};
 use crate::model::{Decoder, Layer, States};
 

@@ -6,8 +6,8 @@ use super::context::LayerContext;
 use super::model::DeviceModel;
 use super::work::{RowPositions, Workspace};
 use crate::compute::cuda::buffer::Buffer;
+use crate::env;
 use crate::error::{Error, Result};
-use crate::interrupt;
 use crate::kv::cuda::attend::LayerRows;
 use crate::kv::cuda::cache::LayerCache;
 use crate::kv::cuda::packed::PackedLayer;
@@ -142,7 +142,7 @@ impl<'d> PromptPass<'d> {
         let weights = &model.body.layers[layer.number];
         let positions = model.windows.of_mut(layer.number);
         for start in (0..self.m).step_by(ROWS) {
-            interrupt::check()?;
+            env::check()?;
             let n = ROWS.min(self.m - start);
             let at = self.first + start;
             positions.set(&[at as u32])?;

@@ -7,11 +7,11 @@ use super::backend::CudaBackend;
 use super::body::Body;
 use super::forward::CudaForward;
 use super::host::HostBackend;
+use crate::compute::Precision;
 use crate::compute::cuda::driver::Driver;
 use crate::compute::cuda::ledger::{Ledger, Needs};
+use crate::env;
 use crate::error::{Error, Result};
-use crate::flags::Precision;
-use crate::interrupt;
 use crate::method::Method;
 use crate::model::Decoder;
 use crate::runner::Options;
@@ -150,7 +150,7 @@ pub fn check(driver: &dyn Driver, capacity: usize, make: &Rehearsal<'_>, hint: &
 }
 
 fn rehearsed(driver: &dyn Driver, capacity: usize, make: &Rehearsal<'_>) -> Result<Needs> {
-    interrupt::check()?;
+    env::check()?;
     let ledger = Ledger::new(driver);
     make(&ledger, capacity)?;
     Ok(ledger.most())

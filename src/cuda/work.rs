@@ -3,12 +3,12 @@
 use super::blocks_for;
 use super::sizes::LayerSizes;
 use super::weights::LayerWeights;
+use crate::compute::Precision;
 use crate::compute::cuda::buffer::Buffer;
 use crate::compute::cuda::driver::Driver;
 use crate::compute::cuda::kernels;
 use crate::compute::cuda::linear::{Linear, Products};
 use crate::error::Result;
-use crate::flags::Precision;
 use crate::kv::cuda::{Positions, Rotated};
 use crate::model::rope::{Rope, RopeTable};
 

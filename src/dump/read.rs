@@ -13,11 +13,10 @@ use super::{
     sum_specs,
 };
 use crate::corpus::{Corpus, Origin};
+use crate::env::{self, Progress};
 use crate::error::{Error, Result};
-use crate::interrupt;
 use crate::model::Sizes;
 use crate::model::fields::read_json;
-use crate::progress::Progress;
 use crate::stats::moments::QuerySums;
 use crate::store::{self, FileDigest, Store};
 
@@ -140,9 +139,9 @@ impl Dump {
     ///
     /// # Errors
     /// The dump is not in shards; a file is not the one that the dump was made with.
-    pub fn sums(&self, progress: &Progress) -> Result<Vec<QuerySums>> {
+    pub fn sums(&self, progress: &dyn Progress) -> Result<Vec<QuerySums>> {
         let layer = |layer| {
-            interrupt::check()?;
+            env::check()?;
             progress.layer(layer, self.sizes.n_layers, "moments");
             let sums = self.layer(layer)?.sums()?;
             progress.advance(1);

@@ -17,13 +17,14 @@ use crate::capture::Capture;
 use crate::compute::device::Device;
 use crate::corpus::{Corpus, Origin};
 use crate::disk::{self, Folder, Output};
+use crate::env::Reporter;
 use crate::error::{Error, Result};
 use crate::float::Float;
 use crate::model::fields::read_json;
 use crate::model::forward::Layers;
-use crate::progress::{Log, size};
 use crate::stats::moments::{Position, QuerySums};
 use crate::store::{self, FileDigest, Spec, Tensor, Writer};
+use crate::wording::size;
 
 /// Runs the model over the corpus, which is the whole text or the blocks of `job.shard`, and fills the dump folder.
 ///
@@ -35,7 +36,7 @@ pub fn write(
     corpus: &Corpus,
     job: DumpJob,
     new: NewDump,
-    log: Log,
+    reporter: &dyn Reporter,
 ) -> Result<()> {
     let decoder = layers.decoder();
     let sizes = decoder.config.sizes();
@@ -50,14 +51,14 @@ pub fn write(
 
     let kept = corpus.kept();
     let mut moments = Vec::with_capacity(sizes.n_layers);
-    let progress = log.progress((n * sizes.n_layers) as u64, "tokens x layers");
+    let progress = reporter.progress((n * sizes.n_layers) as u64, "tokens x layers");
     let mut capture = Capture::start(layers, corpus)?;
     for i in 0..sizes.n_layers {
         progress.layer(i, sizes.n_layers, "capture");
         let writer = Writer::new(new.output(&layer_file(i))?, &specs, None)?;
         let mut sums = QuerySums::new(sizes.n_kv_heads, sizes.head_dim);
         let mut blocks = 0..corpus.n_blocks();
-        capture.layer(&progress, &mut |rows, states| {
+        capture.layer(progress.as_ref(), &mut |rows, states| {
             let (q_pre, kept) = (states.q_pre.view(), &kept[rows.clone()]);
             let block = QuerySums::of_block(device, sizes.n_kv_heads, q_pre, kept, decoder.ropes.of(i))?;
             sums.add(&block);

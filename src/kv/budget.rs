@@ -3,7 +3,7 @@
 use std::str::FromStr;
 
 use crate::error::Error;
-use crate::flags::plain;
+use crate::numbers::plain;
 
 /// The value X of `--budget`.
 #[derive(Clone, Copy, Debug, PartialEq)]

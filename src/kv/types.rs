@@ -1,20 +1,21 @@
 //! The element types of cached keys and values.
 
 use super::packed;
+use crate::choices;
 use crate::float::Float;
 
-/// Element type of cached keys and values.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, clap::ValueEnum)]
-pub enum KvType {
-    /// 32-bit floats.
-    F32,
-    /// 16-bit floats (IEEE half precision).
-    F16,
-    /// 16-bit floats (bfloat16).
-    Bf16,
-    /// Signs, 2-bit magnitudes and 2-bit values, and up to 64 positions in f16 (Self-Indexing KVCache).
-    #[value(name = "2bit")]
-    TwoBit,
+choices! {
+    /// Element type of cached keys and values.
+    pub enum KvType {
+        /// 32-bit floats.
+        F32 = "f32",
+        /// 16-bit floats (IEEE half precision).
+        F16 = "f16",
+        /// 16-bit floats (bfloat16).
+        Bf16 = "bf16",
+        /// Signs, 2-bit magnitudes and 2-bit values, and up to 64 positions in f16 (Self-Indexing KVCache).
+        TwoBit = "2bit",
+    }
 }
 
 impl KvType {
@@ -37,22 +38,6 @@ impl KvType {
         let value = self.bytes_per_position(d) - self.bytes_per_key(d);
         let signs = (self == Self::TwoBit).then(|| packed::sign_bytes(d));
         [[Some(value), signs], [Some(value), None]]
-    }
-
-    /// Returns the type's name as a value of `--kv`.
-    pub fn as_str(self) -> &'static str {
-        match self {
-            Self::F32 => "f32",
-            Self::F16 => "f16",
-            Self::Bf16 => "bf16",
-            Self::TwoBit => "2bit",
-        }
-    }
-
-    /// Returns the type of this name; `None` for other text.
-    pub fn parse(name: &str) -> Option<Self> {
-        let all = [Self::F32, Self::F16, Self::Bf16, Self::TwoBit];
-        all.into_iter().find(|kind| kind.as_str() == name)
     }
 
     /// Returns the float type; `None` for 2-bit rows.

@@ -43,7 +43,8 @@ use postings::Postings;
 pub use quotas::{Bound, Quotas, choose};
 use quotas::{choose_in_runs, choose_listed};
 pub use section::{
-    A2atsSection, CHOL, CODEBOOK, COUNT, FitMetric, FitParams, MEAN, Positions, Rotation, SECTION, weak_heads,
+    A2atsSection, CHOL, CODEBOOK, COUNT, FitMetric, FitParams, MEAN, Positions, Rotation, SECTION, SIZE,
+    weak_heads,
 };
 pub use size::{CODEWORDS, LONGEST_CONTEXT, codewords, share_of_bytes};
 
@@ -113,7 +114,7 @@ impl A2ats {
             postings: vec![Postings::new(codebook.size()); codebook.buckets()],
             codebook,
             codes: Vec::new(),
-            ranking: Ranking::default(),
+            ranking: Ranking::Fast,
         }
     }
 

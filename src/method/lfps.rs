@@ -78,7 +78,7 @@ impl LfpsMethod {
             );
         }
         Ok(Self {
-            params: *params,
+            params: params.clone(),
             priors: artifact.map(Priors::load).transpose()?,
         })
     }
@@ -93,7 +93,7 @@ impl LfpsMethod {
         });
         Lfps {
             place: *place,
-            params: self.params,
+            params: self.params.clone(),
             heads: heads.collect(),
             mean: RunningMean::default(),
             wanted: 0,

@@ -40,6 +40,7 @@ use ndarray::{Array2, ArrayView2, ArrayView3, s};
 use self::cuda::CudaMethod;
 pub use self::reads::{CPU_GRANULE, CUDA_GRANULE, Reads};
 use self::tail::Tail;
+use crate::choices;
 use crate::compute::attention::{Partial, visible};
 use crate::compute::gemm;
 use crate::compute::layout::{elements, elements_mut};
@@ -256,14 +257,14 @@ impl Reads {
     }
 }
 
-/// How a method searches for the best positions; both ways find the same ones.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, clap::ValueEnum)]
-pub enum Ranking {
-    /// The method's fastest algorithm, such as tables in registers or lists of positions.
-    #[default]
-    Fast,
-    /// One f32 score per position: the reference for `fast`.
-    Plain,
+choices! {
+    /// How a method searches for the best positions; both ways find the same ones.
+    pub enum Ranking {
+        /// The method's fastest algorithm, such as tables in registers or lists of positions.
+        Fast = "fast",
+        /// One f32 score per position: the reference for `fast`.
+        Plain = "plain",
+    }
 }
 
 /// Copies a [`Retriever`]; implemented for every retriever that is `Clone`.

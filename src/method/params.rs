@@ -1,6 +1,6 @@
-//! The parameters of all methods, as flags.
+//! The parameters of all methods.
 
-use clap::Command;
+use serde::{Deserialize, Serialize};
 
 use super::a2ats::params::A2atsParams;
 use super::ctkvr::params::CtkvrParams;
@@ -9,48 +9,78 @@ use super::lfps::params::LfpsParams;
 use super::pqcache::params::PqCacheParams;
 use super::quest::params::QuestParams;
 use super::selfindex::params::SelfIndexParams;
+use crate::error::Result;
+use crate::parameters::{ParameterSet, Parameters};
 
 /// The parameters of every method that has some.
-#[derive(Clone, Debug, Default, clap::Args)]
-#[group(skip)]
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
+#[serde(default, deny_unknown_fields)]
 pub struct MethodParams {
     /// See [`crate::method::a2ats`].
-    #[command(flatten)]
     pub a2ats: A2atsParams,
     /// See [`crate::method::selfindex`].
-    #[command(flatten)]
     pub selfindex: SelfIndexParams,
     /// See [`crate::method::lfps`].
-    #[command(flatten)]
     pub lfps: LfpsParams,
     /// See [`crate::method::ctkvr`].
-    #[command(flatten)]
     pub ctkvr: CtkvrParams,
     /// See [`crate::method::doublesparsity`].
-    #[command(flatten)]
     pub doublesparsity: DoubleSparsityParams,
     /// See [`crate::method::quest`].
-    #[command(flatten)]
     pub quest: QuestParams,
     /// See [`crate::method::pqcache`].
-    #[command(flatten)]
     pub pqcache: PqCacheParams,
 }
 
-/// Lists the methods that have flags of their own, each with the names of its flags.
-pub fn flags_of_methods() -> [(&'static str, Vec<String>); 7] {
-    fn flags<P: clap::Args>() -> Vec<String> {
-        let command = P::augment_args(Command::new("parameters"));
-        let named = command.get_arguments().filter_map(|arg| arg.get_long());
-        named.map(str::to_owned).collect()
+impl MethodParams {
+    /// Describes the parameters of each method that has some; the names are those of the fields.
+    pub fn sets() -> [(&'static str, ParameterSet); 7] {
+        [
+            ("a2ats", A2atsParams::set()),
+            ("selfindex", SelfIndexParams::set()),
+            ("lfps", LfpsParams::set()),
+            ("ctkvr", CtkvrParams::set()),
+            ("doublesparsity", DoubleSparsityParams::set()),
+            ("quest", QuestParams::set()),
+            ("pqcache", PqCacheParams::set()),
+        ]
     }
-    [
-        ("a2ats", flags::<A2atsParams>()),
-        ("selfindex", flags::<SelfIndexParams>()),
-        ("lfps", flags::<LfpsParams>()),
-        ("ctkvr", flags::<CtkvrParams>()),
-        ("doublesparsity", flags::<DoubleSparsityParams>()),
-        ("quest", flags::<QuestParams>()),
-        ("pqcache", flags::<PqCacheParams>()),
-    ]
+
+    /// Checks every value against its declaration.
+    ///
+    /// # Errors
+    /// A value that its parameter does not take.
+    pub fn check(&self) -> Result<()> {
+        self.a2ats.check()?;
+        self.selfindex.check()?;
+        self.lfps.check()?;
+        self.ctkvr.check()?;
+        self.doublesparsity.check()?;
+        self.quest.check()?;
+        self.pqcache.check()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use serde_json::{Value, json};
+
+    use super::*;
+
+    #[test]
+    fn the_sets_are_those_of_the_fields() {
+        let all = serde_json::to_value(MethodParams::default()).unwrap();
+        let Value::Object(fields) = all else {
+            unreachable!("a struct is an object")
+        };
+        for (name, set) in MethodParams::sets() {
+            assert_eq!(fields[name], Value::Object((set.defaults)()), "{name}");
+        }
+        assert_eq!(fields.len(), MethodParams::sets().len());
+        let mut params = MethodParams::default();
+        assert!(params.check().is_ok());
+        params.quest.page = 17;
+        assert_eq!(params.check().unwrap_err().to_string(), "`page` is 17");
+        assert!(serde_json::from_value::<MethodParams>(json!({"quest": {"pages": 16}})).is_err());
+    }
 }

@@ -2,9 +2,6 @@
 
 use std::fmt;
 
-use clap::ValueEnum;
-use clap::builder::PossibleValue;
-
 use super::bench::Bench;
 use super::declaration::{Ask, Declaration};
 use super::{
@@ -47,6 +44,16 @@ impl MethodName {
         self.0.name
     }
 
+    /// Returns the method of this name; `None` for other text.
+    pub fn named(name: &str) -> Option<Self> {
+        METHODS.iter().copied().find(|method| method.as_str() == name)
+    }
+
+    /// Returns one line of help, with the paper.
+    pub fn help(self) -> &'static str {
+        self.0.help
+    }
+
     /// Returns whether an artifact has the method's section.
     pub fn is_calibrated(self, artifact: &Artifact) -> bool {
         self.section(Some(artifact)).is_some()
@@ -68,6 +75,7 @@ impl MethodName {
     /// # Errors
     /// The artifact is for a model of other sizes; something that the method needs is missing.
     pub fn prepare(self, ask: &Ask) -> Result<Box<dyn Method>> {
+        ask.params.check()?;
         if let Some(artifact) = ask.artifact {
             artifact.check_sizes(ask.sizes)?;
         }
@@ -126,16 +134,6 @@ impl fmt::Debug for MethodName {
     }
 }
 
-impl ValueEnum for MethodName {
-    fn value_variants<'a>() -> &'a [Self] {
-        METHODS
-    }
-
-    fn to_possible_value(&self) -> Option<PossibleValue> {
-        Some(PossibleValue::new(self.0.name).help(self.0.help))
-    }
-}
-
 /// The method that a run takes first.
 const OWN: &str = "wpq";
 
@@ -162,11 +160,11 @@ mod tests {
     #[test]
     fn every_name_is_found_and_stands_once() {
         for (i, method) in METHODS.iter().enumerate() {
-            let found = MethodName::from_str(method.as_str(), false).unwrap();
+            let found = MethodName::named(method.as_str()).unwrap();
             let first = METHODS.iter().position(|m| *m == found);
             assert_eq!(first, Some(i), "{}", method.as_str());
         }
-        assert!(MethodName::from_str("h20", false).is_err());
+        assert!(MethodName::named("h20").is_none());
         assert_eq!(default_method(None).as_str(), "full");
     }
 }

@@ -215,7 +215,7 @@ impl SelfIndex {
             sums: PatternSums::new(d),
             signs: AlignedVec::with_capacity(0),
             full: Vec::new(),
-            ranking: Ranking::default(),
+            ranking: Ranking::Fast,
         }
     }
 

@@ -12,8 +12,8 @@ use rayon::prelude::*;
 use super::decoder::Decoder;
 use super::layer::{Layer, States, rotate, rotated, rotated_to};
 use crate::compute::attention;
+use crate::env;
 use crate::error::{Error, Result};
-use crate::interrupt;
 use crate::kv::KvHead;
 
 /// Queries, keys and values of m rows of one layer, before and after rotation.
@@ -178,7 +178,7 @@ impl Forward for CpuForward<'_> {
         let mut hidden = self.decoder.embed(ids)?;
         let tables = self.decoder.ropes.tables(first..first + m);
         for (index, layer) in self.layers.iter().enumerate() {
-            interrupt::check()?;
+            env::check()?;
             let mut states = layer.project(hidden.view());
             self.decoder.check_states(layer, &states)?;
             let table = tables.of(index);
@@ -196,7 +196,7 @@ impl Forward for CpuForward<'_> {
             let skipped = if index + 1 == self.layers.len() { m - 1 } else { 0 };
             done(skipped);
             for part in parts(skipped..m) {
-                interrupt::check()?;
+                env::check()?;
                 let mut attended = Array2::zeros((part.len(), context.q_rope.len() / m));
                 attention::causal(
                     context.q_rope.slice(s![.., part.clone(), ..]),

@@ -18,8 +18,8 @@ use ndarray::{Array1, Axis};
 use rayon::prelude::*;
 
 use super::{Options, Shares};
+use crate::env;
 use crate::error::{Error, Result};
-use crate::interrupt;
 use crate::kv::sample::greedy;
 use crate::kv::{Budget, StaticSet};
 use crate::method::Method;
@@ -159,7 +159,7 @@ impl<'a> Evaluation<'a> {
                 done(Done::Prompt(tokens));
             })?;
             for (place, at) in (first..range.end).enumerate() {
-                interrupt::check()?;
+                env::check()?;
                 let fork = vec![ids[at]; self.variants.len() + 1];
                 let logits = self.step(&mut fed, &fork, turn)?;
                 let next = ids.get(at + 1).map(|id| *id as usize);
@@ -191,7 +191,7 @@ impl<'a> Evaluation<'a> {
     fn ask(&mut self, fed: &mut Trajectories, asking: &Asking, turn: usize) -> Result<Vec<Array1<f32>>> {
         let mut logits = fed.prompt(self.forward.as_ref(), &asking.prompt, &mut |_| {})?;
         for id in &asking.question {
-            interrupt::check()?;
+            env::check()?;
             logits = self.step(fed, &vec![*id; logits.len()], turn)?;
         }
         Ok(logits)
@@ -215,7 +215,7 @@ impl<'a> Evaluation<'a> {
         let mut judgements = vec![none; logits.len()];
         let most = needle.most.max(1);
         for step in 0..most {
-            interrupt::check()?;
+            env::check()?;
             for ((judgement, said), logits) in judgements.iter_mut().zip(&mut said).zip(&logits) {
                 said.push(greedy(logits.view())?);
                 if !judgement.is_final {
@@ -254,7 +254,7 @@ impl<'a> Evaluation<'a> {
             let mut logits = self.ask(&mut fed, &asking, turn)?;
             let mut right = vec![true; logits.len()];
             for (i, id) in question.answer.iter().enumerate() {
-                interrupt::check()?;
+                env::check()?;
                 if i > 0 {
                     let ids = vec![question.answer[i - 1]; logits.len()];
                     logits = self.step(&mut fed, &ids, turn)?;

@@ -1,7 +1,5 @@
 //! Small dense factorisations; the only module that calls LAPACK.
 
-use std::os::unix::process::CommandExt;
-use std::process::Command;
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
 use memmap2::MmapMut;
@@ -9,27 +7,6 @@ use ndarray::{Array2, ArrayView2};
 use ndarray_linalg::{Cholesky, Eigh, SolveTriangular, UPLO};
 
 use crate::error::{Error, Result};
-
-/// Restarts the program with OpenBLAS limited to one thread, unless it already is; `main` calls this first.
-///
-/// OpenBLAS starts a thread per core when it is loaded, which is before `main`, so only the environment can prevent it.
-/// Nothing uses these threads; under a memory limit, they never end and keep the program from ending.
-pub fn without_openblas_threads() {
-    const VARIABLE: &str = "OPENBLAS_NUM_THREADS";
-    if std::env::var_os(VARIABLE).is_some_and(|threads| threads == "1") {
-        return;
-    }
-    let Ok(program) = std::env::current_exe() else {
-        return;
-    };
-    let mut arguments = std::env::args_os();
-    let mut anew = Command::new(program);
-    if let Some(name) = arguments.next() {
-        anew.arg0(name);
-    }
-    // `exec` returns only if it fails; the program then runs with these threads.
-    let _ = anew.args(arguments).env(VARIABLE, "1").exec();
-}
 
 /// More bytes than OpenBLAS allocates at its first call and keeps. OpenBLAS retries for ever if it does not get its
 /// memory, so [`lapack`] first tries whether there is as much.

@@ -1,9 +1,9 @@
 //! Layers and whole passes with the caches on the CPU.
 
+use kvsmith::compute::Precision;
 use kvsmith::compute::cuda::driver::Driver;
 use kvsmith::cuda::forward::CudaForward;
 use kvsmith::cuda::layers::CudaLayers;
-use kvsmith::flags::Precision;
 use kvsmith::float::Float;
 use kvsmith::kv::KvType;
 use kvsmith::model::Decoder;

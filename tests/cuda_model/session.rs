@@ -1,9 +1,9 @@
 //! Conversations with caches and selection on the device.
 
+use kvsmith::compute::Precision;
 use kvsmith::compute::cuda::driver::Driver;
 use kvsmith::cuda::Body;
 use kvsmith::cuda::backend::CudaBackend;
-use kvsmith::flags::Precision;
 use kvsmith::kv::KvType;
 use kvsmith::kv::sample::{Sampler, Sampling, greedy};
 use kvsmith::runner::{Backend, Session};

@@ -3,8 +3,8 @@
 use super::product::{Comparison, MAX_MATRIX};
 use super::report::{check_memory, free_bytes, random_matrix};
 use crate::cmd::args::Global;
+use crate::cmd::flags::at_least_one;
 use crate::error::{Error, Result};
-use crate::flags::at_least_one;
 use crate::stats::kmeans::{Codebook, MAX_SIZE};
 
 #[derive(clap::Args, Debug)]

@@ -8,13 +8,13 @@ use serde_json::json;
 
 use super::report::{Results, Times, check_memory, free_bytes, median, random_points};
 use crate::cmd::args::Global;
+use crate::cmd::flags::at_least_one;
+use crate::cmd::terminal::Log;
 use crate::cmd::{merge, output};
 use crate::compute::Workload;
 use crate::compute::device::Device;
+use crate::env;
 use crate::error::{Error, Result};
-use crate::flags::at_least_one;
-use crate::interrupt;
-use crate::progress::Log;
 use crate::stats::kmeans::{self, Init, KMeansFit, KMeansParams, MAX_SIZE};
 use crate::store::{self, Store, Tensor};
 
@@ -43,7 +43,7 @@ pub struct KMeansArgs {
     iterations: usize,
     /// Stop when a pass lowers the mean squared distance by less than this share (at least 0, below 1; 0 = continue
     /// until no point changes its centroid)
-    #[arg(long, value_name = "SHARE", default_value_t = 0.0, value_parser = crate::flags::share_or_zero)]
+    #[arg(long, value_name = "SHARE", default_value_t = 0.0, value_parser = crate::cmd::flags::share_or_zero)]
     min_gain: f64,
     /// Number of timed runs
     #[arg(long, value_name = "N", default_value_t = 3)]
@@ -204,7 +204,7 @@ impl TimedFit {
                     timed.passes.resize(timed.passes.len().max(pass), 0.0);
                     timed.passes[pass - 1] += seconds;
                 }
-                interrupt::flow()
+                env::flow()
             };
             let heads = timed.heads.len()..timed.heads.len() + group.len_of(Axis(0));
             let seeds: Vec<u64> = heads.map(|head| params.seed.wrapping_add(head as u64)).collect();

@@ -3,7 +3,6 @@
 
 use std::collections::BTreeMap;
 
-use clap::builder::{EnumValueParser, PossibleValuesParser};
 use ndarray::Array2;
 use serde_json::json;
 
@@ -12,18 +11,21 @@ use super::report::{Results, Times, against_read_loop, check_memory, free_bytes,
 use super::timed::{check, methods_help, ranking_help, warn_of_unused};
 use super::{cpu_step, cuda_step};
 use crate::cmd::args::Global;
+use crate::cmd::flags::{Trimmed, at_least_one};
 use crate::cmd::merge;
+use crate::cmd::parameters::{self, Flags, choice};
+use crate::compute::DeviceKind;
 use crate::compute::cuda::Cuda;
+use crate::env;
 use crate::error::{Error, Result};
-use crate::flags::{DeviceFlag, Trimmed, at_least_one, plain};
 use crate::float::Float;
-use crate::interrupt;
 use crate::kv::{Budget, KvHead, KvType, StaticSet, packed};
 use crate::method::bench::{Bench, CodeForm, TimedLayer};
 use crate::method::params::MethodParams;
 use crate::method::registry::MethodName;
 use crate::method::wpq::Center;
 use crate::method::{CPU_GRANULE, Choice, Ranking, Reads, Step, lfps};
+use crate::numbers::plain;
 use crate::runner::Options;
 
 /// Least bytes of all copies of a layer's data, which steps read in turn; the processor's caches hold less.
@@ -48,7 +50,7 @@ pub struct LayerArgs {
         value_name = "M,..",
         value_delimiter = ',',
         default_value = "full,a2ats,selfindex,wpq",
-        value_parser = Trimmed(EnumValueParser::<MethodName>::new()),
+        value_parser = Trimmed(parameters::method()),
         hide_possible_values = true,
         help = methods_help()
     )]
@@ -56,17 +58,17 @@ pub struct LayerArgs {
     #[command(flatten)]
     caches: Caches,
     #[command(flatten)]
-    lfps: lfps::LfpsParams,
-    #[arg(long, value_enum, default_value_t, help = ranking_help())]
+    lfps: Flags<lfps::LfpsParams>,
+    #[arg(long, value_parser = choice::<Ranking>(), default_value_t = Ranking::Fast, help = ranking_help())]
     ranking: Ranking,
     /// Number of timed runs
     #[arg(long, value_name = "N", default_value_t = 20, value_parser = at_least_one)]
     runs: usize,
     /// Words per group of a 64-bit code of method wpq
-    #[arg(long, value_name = "N", default_value = "16", value_parser = PossibleValuesParser::new(["16", "256"]))]
+    #[arg(long, value_name = "N", default_value = "16", value_parser = clap::builder::PossibleValuesParser::new(["16", "256"]))]
     wpq_words: String,
     /// What method wpq subtracts from the keys before it encodes them
-    #[arg(long, value_enum, default_value_t = Center::Path)]
+    #[arg(long, value_parser = choice::<Center>(), default_value_t = Center::Path)]
     wpq_center: Center,
 }
 
@@ -90,7 +92,7 @@ pub struct Caches {
     #[arg(long, value_name = "X", default_value = "0.06")]
     pub budget: Budget,
     /// Element type of the KV cache; 2bit is available on the CPU only
-    #[arg(long, value_enum, value_name = "TYPE", default_value_t = KvType::Bf16)]
+    #[arg(long, value_parser = choice::<KvType>(), value_name = "TYPE", default_value_t = KvType::Bf16)]
     pub kv: KvType,
     /// Codewords per KV head for method a2ats
     #[arg(long, value_name = "M", default_value_t = 4096, value_parser = parse_size)]
@@ -161,7 +163,7 @@ fn parse_batch(text: &str) -> std::result::Result<usize, String> {
 }
 
 /// One combination of shape, caches and method.
-#[derive(Clone, Copy)]
+#[derive(Clone)]
 pub struct LayerSetting<'a> {
     pub caches: &'a Caches,
     lfps: lfps::LfpsParams,
@@ -232,7 +234,7 @@ impl<'a> LayerSetting<'a> {
     /// Returns the parameters of all methods.
     pub fn params(&self) -> MethodParams {
         MethodParams {
-            lfps: self.lfps,
+            lfps: self.lfps.clone(),
             ..MethodParams::default()
         }
     }
@@ -332,11 +334,11 @@ impl<'a> LayerSetting<'a> {
 /// Opens the GPU if the steps are to run on one.
 fn open_cuda(args: &LayerArgs, global: &Global) -> Result<Option<Cuda>> {
     match global.device {
-        DeviceFlag::Wgpu => {
+        DeviceKind::Wgpu => {
             let error = Error::device("`bench` cannot time decode steps on device `wgpu`");
             Err(error.hint("use --device cpu or --device cuda"))
         }
-        DeviceFlag::Cuda => {
+        DeviceKind::Cuda => {
             float(args.caches.kv)?;
             global.open_cuda().map(Some)
         }
@@ -379,7 +381,7 @@ pub fn run(args: &LayerArgs, attends: bool, global: &Global) -> Result<()> {
     // Median seconds of full attention, by shape.
     let mut full = BTreeMap::new();
     let outcome = settings.into_iter().try_for_each(|setting| {
-        interrupt::check()?;
+        env::check()?;
         let (device, times, bytes, mut more) = match driver {
             Some(driver) => {
                 let mut steps = cuda_step::CudaSteps::new(driver, &setting)?;
@@ -461,7 +463,7 @@ fn settings(args: &LayerArgs, attends: bool, seed: u64) -> Vec<LayerSetting<'_>>
                 let timed = timed.filter(|(_, bench)| attends || bench.retrieves());
                 out.extend(timed.map(|(method, bench)| LayerSetting {
                     caches: &args.caches,
-                    lfps: args.lfps,
+                    lfps: args.lfps.0.clone(),
                     layer,
                     group: n_heads / kv_heads,
                     method,

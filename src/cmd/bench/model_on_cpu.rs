@@ -14,10 +14,10 @@ use super::model_step::{ModelArgs, STEPS, configs};
 use super::report::{Results, Times, against_read_loop, check_memory, free_bytes, measure};
 use super::timed::{listed, methods, warn_of_unused, without};
 use crate::cmd::args::Global;
+use crate::cmd::flags::WeightsFlag;
 use crate::cmd::{merge, open_model};
+use crate::env;
 use crate::error::{Error, Result};
-use crate::flags::WeightsFlag;
-use crate::interrupt;
 use crate::kv::KvType;
 use crate::method::Ranking;
 use crate::method::bench::{Bench, CodeForm, TimedLayer};
@@ -100,7 +100,7 @@ impl Timing<'_> {
         let args = self.args;
         for &context in &args.context {
             for &method in &args.methods {
-                interrupt::check()?;
+                env::check()?;
                 if let Some(bench) = method.bench() {
                     self.add(name, forward, context, (method, bench))?;
                 }

@@ -2,7 +2,7 @@
 
 use std::path::PathBuf;
 
-use clap::builder::{EnumValueParser, PossibleValuesParser};
+use clap::builder::PossibleValuesParser;
 use serde_json::json;
 
 use super::layer_step::{Caches, float, parse_context};
@@ -10,7 +10,10 @@ use super::report::{Results, Times, against_read_loop, measure};
 use super::timed::{listed, methods, warn_of_unused, without};
 use super::{cuda_step, model_on_cpu};
 use crate::cmd::args::{Global, model_folder};
+use crate::cmd::flags::{Trimmed, WeightsFlag, at_least_one};
 use crate::cmd::merge;
+use crate::cmd::parameters;
+use crate::compute::DeviceKind;
 use crate::compute::Workload;
 use crate::compute::cpu::Cpu;
 use crate::compute::cuda::driver::Driver;
@@ -18,15 +21,14 @@ use crate::compute::device::Device;
 use crate::cuda::backend::CudaBackend;
 use crate::cuda::room;
 use crate::cuda::{Body, check_model};
+use crate::env;
 use crate::error::{Error, Kind, Result};
-use crate::flags::{DeviceFlag, Trimmed, WeightsFlag, at_least_one};
-use crate::interrupt;
 use crate::method::bench::{Bench, TimedOnCuda};
 use crate::method::registry::MethodName;
 use crate::model::fields::read_json;
 use crate::model::{ModelConfig, random};
-use crate::progress::size;
 use crate::runner::{Backend, Counts, Options};
+use crate::wording::size;
 
 /// Steps of a run; on a GPU, they are launched before the host waits for the device.
 pub(super) const STEPS: usize = 10;
@@ -61,7 +63,7 @@ pub struct ModelArgs {
         value_name = "M,..",
         value_delimiter = ',',
         default_value = "full,selfindex,wpq",
-        value_parser = Trimmed(EnumValueParser::<MethodName>::new()),
+        value_parser = Trimmed(parameters::method()),
         hide_possible_values = true,
         help = methods_help()
     )]
@@ -98,18 +100,18 @@ fn methods_help() -> String {
 /// Times every combination; a combination that does not fit into memory is left out with a warning.
 pub fn run(args: &ModelArgs, global: &Global) -> Result<()> {
     let settings = match global.device {
-        DeviceFlag::Wgpu => {
+        DeviceKind::Wgpu => {
             return Err(Error::device("`bench` cannot time decode steps on device `wgpu`")
                 .hint("use --device cpu or --device cuda"));
         }
-        DeviceFlag::Cpu => None,
+        DeviceKind::Cpu => None,
         // What a GPU cannot do is refused before one is opened, or done on the CPU.
-        DeviceFlag::Auto => settings(args, global).ok(),
-        DeviceFlag::Cuda => Some(settings(args, global)?),
+        DeviceKind::Auto => settings(args, global).ok(),
+        DeviceKind::Cuda => Some(settings(args, global)?),
     };
     let device: Box<dyn Device> = match (&settings, global.device) {
         (None, _) => Box::new(Cpu),
-        (_, DeviceFlag::Cuda) => Box::new(global.open_cuda()?),
+        (_, DeviceKind::Cuda) => Box::new(global.open_cuda()?),
         _ => global.open_device(Workload::Fits)?,
     };
     match (settings, device.cuda()) {
@@ -157,7 +159,7 @@ fn on_gpu(args: &ModelArgs, settings: &[ModelSetting], driver: &dyn Driver, glob
     let mut results = Results::new(global);
     let mut left_out = None;
     let outcome = settings.iter().try_for_each(|setting| {
-        interrupt::check()?;
+        env::check()?;
         match setting.add(driver, bandwidth, &mut results) {
             Err(e) if e.kind() == Kind::GpuMemory => {
                 log.warn(&format!("{}: {e}", setting.shape()));

@@ -6,10 +6,10 @@ use super::layer_step::parse_context;
 use super::product::{Comparison, MAX_MATRIX};
 use super::report::{check_memory, free_bytes, random_matrix, random_points};
 use crate::cmd::args::Global;
+use crate::cmd::flags::{at_least_one, parse_float};
 use crate::compute::attention::causal;
 use crate::compute::linear::Linear;
 use crate::error::{Error, Result};
-use crate::flags::{at_least_one, parse_float};
 use crate::float::Float;
 use crate::weight::Weight;
 

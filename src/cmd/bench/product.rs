@@ -8,9 +8,9 @@ use serde_json::json;
 
 use super::report::{Results, Times, measure, median, random_matrix};
 use crate::cmd::args::Global;
+use crate::compute::DeviceKind;
 use crate::compute::gemm;
 use crate::error::{Error, Result};
-use crate::flags::DeviceFlag;
 
 /// Most values of a matrix: 4 GB.
 pub const MAX_MATRIX: usize = 1 << 30;
@@ -39,7 +39,7 @@ impl<'a> Comparison<'a> {
     /// # Errors
     /// A GPU was asked for.
     pub fn new(name: &str, runs: usize, global: &'a Global) -> Result<Self> {
-        if !matches!(global.device, DeviceFlag::Auto | DeviceFlag::Cpu) {
+        if !matches!(global.device, DeviceKind::Auto | DeviceKind::Cpu) {
             let error = Error::device(format!("`bench {name}` runs on the CPU only"));
             return Err(error.hint("use --device cpu"));
         }

@@ -2,8 +2,8 @@
 
 use super::cpu_step::CpuSteps;
 use super::layer_step::{Caches, LayerSetting};
+use crate::env;
 use crate::error::Result;
-use crate::interrupt;
 use crate::kv::{Budget, KvType};
 use crate::method::Ranking;
 use crate::method::bench::{CodeForm, TimedLayer};
@@ -66,11 +66,11 @@ impl QuickLayer<'_> {
             context: self.context,
             codewords: self.codewords,
             code: CodeForm::default(),
-            ranking: Ranking::default(),
+            ranking: Ranking::Fast,
             seed: self.seed,
         };
         let setting = LayerSetting::attending(&caches, layer, self.config.group(), method, bench);
-        interrupt::check()?;
+        env::check()?;
         let mut steps = CpuSteps::new(&setting)?;
         steps.run()?;
         let mut seconds = f64::INFINITY;

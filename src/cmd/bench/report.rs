@@ -9,10 +9,11 @@ use rayon::prelude::*;
 use serde_json::{Value, json};
 
 use crate::cmd::args::Global;
+use crate::cmd::terminal::columns;
 use crate::cmd::{merge, print, print_json};
+use crate::env;
 use crate::error::{Error, Result};
-use crate::interrupt;
-use crate::progress::{columns, size, wrapped};
+use crate::wording::{size, wrapped};
 
 /// The seconds of several runs.
 pub struct Times {
@@ -47,7 +48,7 @@ pub fn median(mut values: Vec<f64>) -> f64 {
 pub fn measure<T>(runs: usize, mut once: impl FnMut() -> Result<T>) -> Result<Vec<T>> {
     once()?;
     let run = |_| {
-        interrupt::check()?;
+        env::check()?;
         once()
     };
     (0..runs).map(run).collect()

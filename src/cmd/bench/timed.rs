@@ -3,8 +3,8 @@
 use crate::cmd::args::Global;
 pub(super) use crate::cmd::reading::listed;
 use crate::cmd::reading::warn_of_methods;
+use crate::compute::DeviceKind;
 use crate::error::{Error, Result};
-use crate::flags::DeviceFlag;
 use crate::method::Ranking;
 use crate::method::bench::{Bench, TimedOnCuda};
 use crate::method::registry::{METHODS, MethodName};
@@ -62,8 +62,8 @@ pub fn ranking_help() -> String {
 }
 
 /// Checks that every method can be timed on the device and with the ranking asked for.
-pub fn check(asked: &[MethodName], ranking: Ranking, device: DeviceFlag) -> Result<()> {
-    let is_cuda = device == DeviceFlag::Cuda;
+pub fn check(asked: &[MethodName], ranking: Ranking, device: DeviceKind) -> Result<()> {
+    let is_cuda = device == DeviceKind::Cuda;
     let supported = |bench: &dyn Bench| on_cuda(bench) || on_cpu_alone(bench) && !is_cuda;
     if let Some(name) = without(asked, supported) {
         let (both, more) = (listed(&methods(on_cuda)), listed(&methods(on_cpu_alone)));

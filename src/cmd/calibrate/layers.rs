@@ -7,13 +7,14 @@ use super::stages::{CAPTURE, Stages};
 use crate::artifact::{Fit, LayerParts, LayerStates, MomentsRead, Section};
 use crate::capture::Capture;
 use crate::cmd::sections::fit_layer;
+use crate::cmd::terminal::{Log, Progress};
 use crate::compute::device::Device;
 use crate::corpus::Corpus;
+use crate::env::Progress as _;
 use crate::error::{Error, Result};
 use crate::heap;
 use crate::model::Decoder;
 use crate::model::forward::Layers;
-use crate::progress::{Log, Progress};
 use crate::stats::moments::{LayerMoments, Position, QuerySums};
 use crate::work::WorkFolder;
 

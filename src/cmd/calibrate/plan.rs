@@ -5,10 +5,10 @@ use crate::compute::device::Device;
 use crate::corpus::Corpus;
 use crate::model::ModelConfig;
 use crate::model::layer::{block_bytes, kept_bytes};
-use crate::progress::size;
 use crate::runner::eval::FEWEST;
 use crate::runner::verdict::{Material, Probe};
 use crate::store;
+use crate::wording::size;
 
 /// Bytes of the program itself and of LAPACK's buffer.
 const PROGRAM_BYTES: usize = 2 << 20;

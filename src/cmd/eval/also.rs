@@ -6,8 +6,9 @@ use clap::parser::ValueSource;
 use clap::{Args, Command, FromArgMatches};
 
 use super::super::named::Named;
+use super::super::parameters::{MethodFlags, flags_of_methods};
 use super::super::removed;
-use crate::method::params::{MethodParams, flags_of_methods};
+use crate::method::params::MethodParams;
 
 /// Flags that also say how the caches are held, which all methods share.
 const OF_CACHES: [&str; 3] = ["center", "sign-full", "plain-keys"];
@@ -30,9 +31,8 @@ impl Also {
         let (name, flags) = text.split_once(char::is_whitespace).unwrap_or((text, ""));
         let named = Named::parse(name).ok_or_else(|| format!("unknown method `{name}`"))?;
         let method = named.method.as_str();
-        let of_methods = flags_of_methods();
-        let own = of_methods.iter().find(|(name, _)| *name == method);
-        let own = own.map(|(_, flags)| &flags[..]).unwrap_or_default();
+        let own = flags_of_methods().find(|(name, _)| *name == method);
+        let own = own.map(|(_, flags)| flags).unwrap_or_default();
         let listed = |flags: &[String]| {
             let free = flags.iter().filter(|flag| !OF_CACHES.contains(&&flag[..]));
             free.map(|flag| format!("--{flag}"))
@@ -45,7 +45,7 @@ impl Also {
             ));
         }
         let command = Command::new(method.to_owned()).no_binary_name(true);
-        let command = MethodParams::augment_args(command.disable_help_flag(true));
+        let command = MethodFlags::augment_args(command.disable_help_flag(true));
         let parsed = command.clone().try_get_matches_from(flags.split_whitespace());
         let matches = parsed.map_err(|e| match removed::explain("eval", &e) {
             Some(error) => format!("{error}: {}", error.advice().unwrap_or_default()),
@@ -59,7 +59,7 @@ impl Also {
             .filter_map(clap::Arg::get_long)
             .collect();
         if given.is_empty() {
-            let own = listed(own);
+            let own = listed(&own);
             return Err(format!(
                 "give at least one flag of `{method}` ({own}), or name it in --methods"
             ));
@@ -67,7 +67,7 @@ impl Also {
         if let Some(other) = given.iter().find(|flag| !own.iter().any(|own| own == *flag)) {
             return Err(format!(
                 "`{method}` has no flag --{other}; it has {}",
-                listed(own)
+                listed(&own)
             ));
         }
         if let Some(shared) = given.iter().find(|flag| OF_CACHES.contains(flag)) {
@@ -77,7 +77,7 @@ impl Also {
         }
         Ok(Self {
             named,
-            params: MethodParams::from_arg_matches(&matches).map_err(|e| reason(&e))?,
+            params: MethodFlags::from_arg_matches(&matches).map_err(|e| reason(&e))?.0,
             flags: flags.split_whitespace().collect::<Vec<_>>().join(" "),
         })
     }

@@ -6,10 +6,10 @@ use super::also::Also;
 use super::needles::Feeding;
 use super::plan::BudgetOf;
 use crate::cmd::args::{Global, Text, model_folder};
+use crate::cmd::flags::{parse_count, parse_count_or_all, parse_positive_count, parse_share};
 use crate::cmd::named::{Named, NamedParser};
 use crate::cmd::reading::Reading;
 use crate::error::{Error, Result};
-use crate::flags::{parse_count, parse_count_or_all, parse_positive_count, parse_share};
 use crate::method::CPU_GRANULE;
 use crate::method::registry::FULL;
 

@@ -6,12 +6,13 @@ use serde_json::{Value, json};
 
 use super::args::Args;
 use super::material::sampled;
+use crate::cmd::signals::is_stopped;
+use crate::cmd::terminal::Log;
 use crate::corpus::{Corpus, CorpusOptions, CorpusSource};
 use crate::error::{Error, Result};
-use crate::interrupt::is_stopped;
 use crate::model::Decoder;
-use crate::progress::{Log, counted};
 use crate::runner::eval::{Done, Evaluation, decoded, turns_of};
+use crate::wording::counted;
 
 /// Text or tokens in blocks; each block has at least one token to decode in every turn.
 pub struct Blocks {

@@ -7,10 +7,10 @@ use super::blocks::Blocks;
 use super::needles::{self, NeedleLine, Reader};
 use super::reads::Sample;
 use crate::cmd::args::Global;
+use crate::cmd::terminal::Log;
 use crate::error::Result;
 use crate::model::Decoder;
 use crate::model::tokenizer::Tokenizer;
-use crate::progress::Log;
 use crate::runner::eval::Evaluation;
 
 /// Blocks or lines on which the budgets for --reads are searched.

@@ -9,11 +9,11 @@ use serde_json::{Value, json};
 
 use super::args::Args;
 use crate::cmd::args::Global;
+use crate::cmd::signals::is_stopped;
+use crate::cmd::terminal::Log;
 use crate::error::{Error, Result};
-use crate::interrupt::is_stopped;
 use crate::model::Decoder;
 use crate::model::tokenizer::Tokenizer;
-use crate::progress::Log;
 use crate::runner::eval::{Asking, Evaluation, Group, Needle, Passage, Question};
 use crate::runner::verdict::{QuestionTokens, questions};
 use expected::{BETWEEN, Expected};

@@ -5,10 +5,10 @@ use super::super::reading::parse_budget;
 use super::args::Args;
 use super::reads;
 use crate::artifact::Artifact;
+use crate::cmd::terminal::Log;
 use crate::error::{Error, Result};
 use crate::kv::Budget;
 use crate::method::tail;
-use crate::progress::Log;
 
 /// A method with an artifact and flags.
 #[derive(Clone, Copy, Debug, PartialEq)]

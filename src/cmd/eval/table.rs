@@ -3,8 +3,9 @@
 use serde_json::{Value, json};
 
 use super::needles::Feeding;
-use crate::progress::{columns, counted, wrapped};
+use crate::cmd::terminal::columns;
 use crate::runner::eval::Answers;
+use crate::wording::{counted, wrapped};
 
 /// A column of a table: its title, its width, and what it shows of a row.
 type EvalColumn = (&'static str, usize, fn(&Value) -> String);

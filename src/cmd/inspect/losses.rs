@@ -4,7 +4,7 @@ use super::paragraph;
 use crate::artifact::{Artifact, Measured, MethodLoss, OtherLosses, USUAL_KL, Verdict, parse, share};
 use crate::cmd::verdict::cautions;
 use crate::error::Result;
-use crate::progress::counted;
+use crate::wording::counted;
 
 /// The losses, in nats, for which a method is recommended; a verdict with another limit takes this one in place of the
 /// second.

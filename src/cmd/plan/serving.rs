@@ -1,7 +1,6 @@
 //! What a run would take: the bytes of the cache, the longest context that fits, and the context from which a method is
 //! faster than full attention on this machine.
 
-use clap::ValueEnum;
 use indicatif::HumanCount;
 use serde_json::{Value, json};
 
@@ -12,7 +11,7 @@ use crate::error::Result;
 use crate::kv::{Budget, KvType};
 use crate::method::registry::MethodName;
 use crate::model::{ModelConfig, Sizes};
-use crate::progress::size;
+use crate::wording::size;
 
 /// Methods that are timed, beside full attention.
 const METHODS: [&str; 5] = ["a2ats", "selfindex", "lfps", "ctkvr", "wpq"];
@@ -211,7 +210,7 @@ fn timed(
 ) -> Result<Vec<Timed>> {
     let mut lines = Vec::new();
     'methods: for name in ["full"].into_iter().chain(METHODS) {
-        let Ok(method) = MethodName::from_str(name, false) else {
+        let Some(method) = MethodName::named(name) else {
             continue;
         };
         let (mut times, mut index) = ([0.0; 2], 0);

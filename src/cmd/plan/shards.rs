@@ -17,7 +17,7 @@ use crate::cmd::bench::free_bytes;
 use crate::cmd::share::{fewest_ranges, layer_ranges};
 use crate::error::Result;
 use crate::float::Float;
-use crate::progress::{duration, size};
+use crate::wording::{duration, size};
 
 /// The most token shards that are proposed.
 const MOST: usize = 1024;

@@ -8,8 +8,8 @@ use serde_json::{Value, json};
 use super::rows::{Row, Task, share};
 use crate::artifact::{Artifact, short};
 use crate::cmd::named::Named;
+use crate::cmd::terminal::Log;
 use crate::error::{Error, Result};
-use crate::progress::Log;
 
 /// The hint for a file that is not what `eval` prints.
 const HINT: &str = "give a file that `kvsmith eval .. --json > EVAL.json` has made";

@@ -5,8 +5,8 @@ use ndarray::ArrayView2;
 use serde_json::{Map, Value, json};
 
 use crate::artifact::{Artifact, SectionView};
+use crate::env;
 use crate::error::Result;
-use crate::interrupt;
 use crate::method::lfps::priors::{SLASH, slash_width};
 use crate::stats::linalg;
 
@@ -40,7 +40,7 @@ fn spectra_of(section: &SectionView) -> Result<Value> {
     let factors = section.read::<f32>(&format!("{}.chol", section.kind.name()))?;
     let mut heads = Vec::new();
     for factor in factors.chunks_exact(d * d) {
-        interrupt::check()?;
+        env::check()?;
         heads.push(spectrum(ArrayView2::from_shape((d, d), factor)?)?);
     }
     Ok(heads.chunks(sizes.n_kv_heads).collect())

@@ -5,12 +5,12 @@ use super::prefer::{Prefer, fastest};
 use crate::artifact::{Artifact, Measured, MethodLoss, Verdict};
 use crate::cmd::args::Global;
 use crate::cmd::named::Named;
+use crate::cmd::terminal::Log;
 use crate::compute::device::Device;
 use crate::error::{Error, Result};
 use crate::kv::{Budget, KvType};
 use crate::method::registry::{FULL, MethodName, default_method};
 use crate::model::Decoder;
-use crate::progress::Log;
 
 /// The budget of a run without `--budget`.
 pub const BUDGET: Budget = Budget::Fraction(0.06);
@@ -64,7 +64,7 @@ impl Choice {
                 true => length.max(verdict.lengths().last().copied().unwrap_or_default()),
                 false => length,
             };
-            let kv = args.reading.kv_type(KvType::parse(&verdict.kv), ask.device);
+            let kv = args.reading.kv_type(KvType::named(&verdict.kv), ask.device);
             let found = fastest(verdict, artifact, &ask.decoder.config, length, kv, global)?;
             let said = found.text();
             return match found.row {
@@ -75,7 +75,7 @@ impl Choice {
                         method: FULL,
                         tail: false,
                         budget: BUDGET,
-                        kv: KvType::parse(&verdict.kv),
+                        kv: KvType::named(&verdict.kv),
                         measured: None,
                     })
                 }
@@ -126,7 +126,7 @@ impl Choice {
             method: named.method,
             tail: tail || named.tail,
             budget: Budget::Fraction(of.budget),
-            kv: KvType::parse(&verdict.kv),
+            kv: KvType::named(&verdict.kv),
             measured: verdict.lengths().last().copied(),
         })
     }

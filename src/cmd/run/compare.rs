@@ -50,7 +50,7 @@ impl Choice {
             method: named.method,
             tail: named.tail || args.reading.tail(),
             budget: args.budget.unwrap_or(usual),
-            kv: verdict.and_then(|verdict| KvType::parse(&verdict.kv)),
+            kv: verdict.and_then(|verdict| KvType::named(&verdict.kv)),
             measured: None,
         }
     }
@@ -132,7 +132,7 @@ impl Comparison<'_> {
         let method = reading.method(
             choice.method,
             choice.tail,
-            &reading.methods,
+            reading.params(),
             artifact,
             decoder,
             global,

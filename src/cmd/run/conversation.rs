@@ -9,14 +9,15 @@ use crate::artifact::Artifact;
 use crate::cmd::args::Global;
 use crate::cmd::print;
 use crate::cmd::reading::Reading;
+use crate::cmd::signals;
+use crate::env;
 use crate::error::{Error, Kind, Result};
-use crate::interrupt;
 use crate::kv::KvType;
 use crate::kv::sample::Sampler;
 use crate::method::registry::FULL;
 use crate::model::tokenizer::TextStream;
-use crate::progress::{counted, size};
 use crate::runner::Session;
+use crate::wording::{counted, size};
 
 /// Why a reply ended.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, serde::Serialize)]
@@ -122,9 +123,9 @@ impl Conversation<'_, '_> {
                 Turn::Reset => return Ok(End::Reset),
                 Turn::End => return Ok(End::Input),
             };
-            let replying = self.turns.are_typed().then(interrupt::Reply::begin);
+            let replying = self.turns.are_typed().then(signals::Reply::begin);
             let reply = self.turn(ids);
-            let is_ended = replying.as_ref().is_some_and(interrupt::Reply::is_ended);
+            let is_ended = replying.as_ref().is_some_and(signals::Reply::is_ended);
             drop(replying);
             let reply = match reply {
                 Err(e) if is_ended && e.kind() == Kind::Interrupted => {
@@ -307,7 +308,7 @@ impl Conversation<'_, '_> {
             if ids.len() == self.args.max_new {
                 break;
             }
-            if interrupt::requested() {
+            if env::is_cancelled() {
                 stop = Stop::Interrupted;
                 break;
             }

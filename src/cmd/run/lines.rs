@@ -8,9 +8,9 @@ use rustyline::config::Behavior;
 use rustyline::error::ReadlineError;
 use rustyline::{Config, DefaultEditor};
 
+use crate::cmd::terminal::Log;
+use crate::env;
 use crate::error::{Error, Result};
-use crate::interrupt;
-use crate::progress::Log;
 
 /// What `/help` prints.
 const HELP: &str = "\
@@ -93,7 +93,7 @@ impl Lines {
         let lines = match self {
             Self::Piped(lines) => lines,
             Self::Typed(history) => {
-                interrupt::check()?;
+                env::check()?;
                 return match typed(history) {
                     Ok(line) => {
                         history.push(line.clone());
@@ -106,7 +106,7 @@ impl Lines {
             }
         };
         loop {
-            interrupt::check()?;
+            env::check()?;
             match lines.recv_timeout(Duration::from_millis(50)) {
                 Ok(Ok(line)) => return Ok(Some(line)),
                 Ok(Err(e)) => return Err(unreadable(&e.to_string())),

@@ -4,11 +4,12 @@ use serde_json::{Value, json};
 
 use super::conversation::tokens;
 use super::{Conversation, Reply};
+use crate::cmd::terminal::columns;
 use crate::cmd::{merge, print_json};
 use crate::error::Result;
 use crate::method::registry::FULL;
-use crate::progress::{columns, size, wrapped};
 use crate::runner::Counts;
+use crate::wording::{size, wrapped};
 
 /// A step with full attention that takes at least this many times as long says that the method gains time.
 const GAIN: f64 = 1.05;

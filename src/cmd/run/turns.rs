@@ -5,12 +5,12 @@ use std::path::Path;
 
 use super::lines::{Line, Lines};
 use super::{Args, Reply};
+use crate::cmd::terminal::Log;
 use crate::corpus::read_tokens;
 use crate::error::{Error, Result};
 use crate::model::chat::{ChatTemplate, Message};
 use crate::model::tokenizer::Tokenizer;
 use crate::model::{Decoder, ModelConfig};
-use crate::progress::Log;
 
 /// The turns of a run.
 pub struct Turns<'a> {

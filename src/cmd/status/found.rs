@@ -10,7 +10,7 @@ use crate::cmd::task::{self, LOST_S, Note, State};
 use crate::dump::{self, MANIFEST, MAX_SHARDS};
 use crate::error::{Error, Result};
 use crate::method::sections::SECTIONS;
-use crate::progress::{duration, harmless};
+use crate::wording::{duration, harmless};
 use crate::work;
 
 /// How many folders deep parts are looked for.

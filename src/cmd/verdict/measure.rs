@@ -10,7 +10,9 @@ use crate::cmd::args::Global;
 use crate::cmd::calibrate::stages::{BUDGETS, PROBE, Stages, VERDICT};
 use crate::cmd::layers_on;
 use crate::cmd::named::{self, Named};
+use crate::cmd::terminal::Log;
 use crate::compute::device::Device;
+use crate::env::Progress as _;
 use crate::error::Result;
 use crate::kv::static_set::{SINKS, WINDOW};
 use crate::kv::{Budget, KvType};
@@ -20,12 +22,12 @@ use crate::method::tail::with_tail;
 use crate::method::{CPU_GRANULE, Method};
 use crate::model::Decoder;
 use crate::model::tokenizer::Tokenizer;
-use crate::progress::{Log, counted};
 use crate::runner::Options;
 use crate::runner::eval::{Bootstrap, Layerwise, Passage, Variant, VariantReport};
 use crate::runner::verdict::{
     LEAST_ACCURACY, LEAST_QUESTIONS, Material, Probe, ProbeKind, QUESTIONS, Score, TOGETHER, Texts,
 };
+use crate::wording::counted;
 
 /// A row is dropped if its mean KL divergence after the first blocks is above this many times the limit.
 const HOPELESS: f64 = 3.0;

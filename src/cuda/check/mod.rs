@@ -18,8 +18,8 @@ use std::time::{Duration, Instant};
 use crate::compute::comparison::{Comparison, Failure};
 use crate::compute::cuda::driver::Driver;
 use crate::compute::cuda::watched::Watched;
+use crate::env;
 use crate::error::{Kind, Result};
-use crate::interrupt;
 pub use case::Case;
 
 /// Kernels that no case launches, because only benchmarks use them.
@@ -86,7 +86,7 @@ pub fn run(device: Arc<dyn Driver>, limit: Duration) -> Result<Report> {
     let (start, watched) = (Instant::now(), Watched::new(device));
     let mut report = Report::default();
     for case in cases() {
-        interrupt::check()?;
+        env::check()?;
         let began = Instant::now();
         let found = (case.check)(&watched);
         let kernels = watched.take_launched();

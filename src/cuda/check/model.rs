@@ -9,6 +9,7 @@ use ndarray::{Array2, Array3};
 use serde_json::{Value, json};
 
 use super::case::{Case, normal, normals, rng, upload};
+use crate::compute::Precision;
 use crate::compute::comparison::Comparison;
 use crate::compute::cuda::driver::Driver;
 use crate::cuda::backend::CudaBackend;
@@ -16,7 +17,6 @@ use crate::cuda::layers::CudaLayers;
 use crate::cuda::{Body, FiniteCheck};
 use crate::disk::Output;
 use crate::error::{Error, Result};
-use crate::flags::Precision;
 use crate::float::Float;
 use crate::kv::packed::Center;
 use crate::kv::{Budget, KvType};

@@ -4,14 +4,16 @@ use ndarray::{ArrayView2, Axis};
 use rayon::prelude::*;
 
 use super::FULL;
+use crate::choices;
 
-/// How the centre of a channel is computed; signs are taken relative to it.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, clap::ValueEnum)]
-pub enum Center {
-    /// The channel's lower median: about half of the signs are positive.
-    Median,
-    /// The channel's mean.
-    Mean,
+choices! {
+    /// How the centre of a channel is computed; signs are taken relative to it.
+    pub enum Center {
+        /// The channel's lower median: about half of the signs are positive.
+        Median = "median",
+        /// The channel's mean.
+        Mean = "mean",
+    }
 }
 
 impl Center {
@@ -41,14 +43,6 @@ impl Center {
             .into_par_iter()
             .map(|channel| self.of(&mut channel.to_vec()))
             .collect()
-    }
-
-    /// Returns the name in the manifest and on the command line.
-    pub fn as_str(self) -> &'static str {
-        match self {
-            Self::Median => "median",
-            Self::Mean => "mean",
-        }
     }
 }
 

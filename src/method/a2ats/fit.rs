@@ -12,8 +12,8 @@ use super::section::{
 };
 use crate::artifact::{Fit, FitText, HeadDone, LayerPart, LayerStates, SectionKind, object};
 use crate::compute::device::{Points, Statistic};
+use crate::env;
 use crate::error::{Error, Result};
-use crate::interrupt;
 use crate::stats::kmeans::{self, KMeansFit};
 use crate::stats::moments::{LayerMoments, Position};
 use crate::stats::seeds::head_seed;
@@ -58,7 +58,7 @@ impl Fit for FitParams {
             }
         };
         for heads in states.head_runs(self.size) {
-            interrupt::check()?;
+            env::check()?;
             HeadRun::new(states, heads, self, &moments)?.fit(&mut part, done)?;
         }
         Ok(part)
@@ -171,7 +171,7 @@ impl<'a> HeadRun<'a> {
     fn cluster(&self, points: &mut dyn Points) -> Result<Vec<KMeansFit>> {
         let seed = |head| head_seed(self.params.seed, self.states.layer, head);
         let seeds: Vec<u64> = self.heads.clone().map(seed).collect();
-        let mut flow = |_: usize, _: f64| interrupt::flow();
+        let mut flow = |_: usize, _: f64| env::flow();
         Ok(kmeans::cluster(points, &self.params.kmeans(), &seeds, &mut flow)?)
     }
 

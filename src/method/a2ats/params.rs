@@ -1,12 +1,13 @@
-//! The parameters of a2ats, as flags.
+//! The parameters of a2ats.
 
-/// The parameters of a2ats.
-#[derive(Clone, Debug, Default, clap::Args)]
-#[group(skip)]
-#[command(next_help_heading = "Method a2ats")]
-pub struct A2atsParams {
-    /// Choose as the paper does: each query head takes the best F of the context (above 0, at most 1), and --budget
-    /// is ignored (default: off)
-    #[arg(long, value_name = "F", value_parser = crate::flags::share)]
-    pub topk_per_query_head: Option<f64>,
+use crate::parameters;
+use crate::parameters::SHARE;
+
+parameters! {
+    /// The parameters of a2ats.
+    pub struct A2atsParams, "Method a2ats" {
+        /// Choose as the paper does: each query head takes the best F of the context (above 0, at most 1), and --budget
+        /// is ignored (default: off)
+        topk_per_query_head: Option<f64> = None, "F" in SHARE;
+    }
 }

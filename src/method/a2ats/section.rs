@@ -1,6 +1,5 @@
 //! The section `a2ats`: a whitened codebook per KV head.
 
-use clap::{ArgMatches, Args, Command, FromArgMatches};
 use half::f16;
 use serde::{Deserialize, Deserializer, Serialize};
 use serde_json::{Map, Value, json};
@@ -11,15 +10,17 @@ use crate::artifact::{
     Column, Facts, Fit, FitInput, HeadReport, MomentsRead, SectionKind, SectionView, object, parse, share,
     table,
 };
+use crate::env::Reporter;
 use crate::error::{Error, Result};
-use crate::flags::{parse_count, share_or_zero};
 use crate::method::weak::worst_of;
 use crate::model::Sizes;
-use crate::progress::{Log, counted};
+use crate::parameters::{Choice, ParameterSet, Parameters, SHARE_OR_ZERO, Values, WHOLE};
 use crate::stats::kmeans::{Init, KMeansParams, MAX_SIZE};
 use crate::stats::moments::Position;
 use crate::stats::whiten::EPS;
 use crate::store::Spec;
+use crate::wording::counted;
+use crate::{choices, parameters};
 
 /// Name of the section in an artifact.
 pub const SECTION: &str = "a2ats";
@@ -33,25 +34,25 @@ pub const CHOL: &str = "a2ats.chol";
 /// Number of keys per codeword; describes the head, no method reads it.
 pub const COUNT: &str = "a2ats.count";
 
-/// The distance in which keys are clustered: the paper's ablation.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, clap::ValueEnum, Serialize, Deserialize)]
-#[serde(rename_all = "kebab-case")]
-pub enum FitMetric {
-    /// The metric of the queries' second moment (Eq. 13).
-    QueryAware,
-    /// The Euclidean distance.
-    Plain,
+choices! {
+    /// The distance in which keys are clustered: the paper's ablation.
+    pub enum FitMetric {
+        /// The metric of the queries' second moment (Eq. 13).
+        QueryAware = "query-aware",
+        /// The Euclidean distance.
+        Plain = "plain",
+    }
 }
 
-/// Where a query stands, relative to a key, when the key is scored.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, clap::ValueEnum)]
-pub enum Positions {
-    /// Rotate queries to the WRoPE position for every key, as in the paper.
-    #[default]
-    Window,
-    /// Rotate queries by the mean rotation over the bucket of distances that contains the key; there are eight
-    /// buckets.
-    Buckets,
+choices! {
+    /// Where a query stands, relative to a key, when the key is scored.
+    pub enum Positions {
+        /// Rotate queries to the WRoPE position for every key, as in the paper.
+        Window = "window",
+        /// Rotate queries by the mean rotation over the bucket of distances that contains the key; there are eight
+        /// buckets.
+        Buckets = "buckets",
+    }
 }
 
 /// How queries are rotated, in the metric and in scores.
@@ -110,40 +111,43 @@ impl TryFrom<RotationManifest> for Rotation {
     }
 }
 
-/// Hyper-parameters of a codebook fit: the flags, and what the manifest has of them.
-#[derive(Clone, Debug, clap::Args, Serialize, Deserialize)]
-#[group(skip)]
-#[command(next_help_heading = "Section a2ats")]
+/// Name of the parameter that sets the number of codewords.
+pub const SIZE: &str = "size";
+
+parameters! {
+    /// The parameters of the fit.
+    pub struct CodebookParams, "Section a2ats" {
+        /// Number of codewords per KV head [default: of `codebook` 4096; of `calibrate` the power of two from 256 to 4096
+        /// whose codebook takes nearest to 1.5% of the bytes of a 16-bit cache at --context, but at most one per 15 tokens
+        /// of the fit]
+        size: Option<usize> = None, "M" in WHOLE;
+        /// Maximum number of k-means passes
+        iterations: usize = 25, "N" in WHOLE;
+        /// Stop when a pass lowers the mean squared distance by less than this share (at least 0, below 1; 0 = continue
+        /// until no key changes its codeword)
+        min_gain: f64 = 0.0, "SHARE" in SHARE_OR_ZERO;
+        /// Distance in which keys are clustered
+        metric: FitMetric = FitMetric::QueryAware, "METRIC" in Values::OneOf(FitMetric::WORDS);
+        /// Rotation of a query when it is scored against codewords
+        positions: Positions = Positions::Window, "POSITIONS" in Values::OneOf(Positions::WORDS);
+    }
+}
+
+/// Hyper-parameters of a codebook fit, as the manifest stores them.
+#[derive(Clone, Debug, Serialize, Deserialize)]
 pub struct FitParams {
-    /// Number of codewords per KV head [default: of `codebook` 4096; of `calibrate` the power of two from 256 to 4096
-    /// whose codebook takes nearest to 1.5% of the bytes of a 16-bit cache at --context, but at most one per 15 tokens
-    /// of the fit]
-    #[arg(long = "size", id = "size", value_name = "M", value_parser = parse_count)]
-    #[serde(skip)]
-    pub asked: Option<usize>,
     /// Number of codewords per KV head.
-    #[arg(skip)]
     #[serde(rename = "codebook_size")]
     pub size: usize,
-    /// Maximum number of k-means passes
-    #[arg(long, value_name = "N", default_value_t = 25, value_parser = parse_count)]
+    /// Maximum number of k-means passes.
     pub iterations: usize,
-    /// Stop when a pass lowers the mean squared distance by less than this share (at least 0, below 1; 0 = continue
-    /// until no key changes its codeword)
-    #[arg(long, value_name = "SHARE", default_value_t = 0.0, value_parser = share_or_zero)]
+    /// Share by which a pass must lower the mean squared distance, or be the last one.
     pub min_gain: f64,
-    /// Distance in which keys are clustered
-    #[arg(long, value_enum, default_value_t = FitMetric::QueryAware)]
+    /// Distance in which keys are clustered.
     pub metric: FitMetric,
-    /// Rotation of a query when it is scored against codewords
-    #[arg(long, value_enum, default_value_t = Positions::Window)]
-    #[serde(skip)]
-    pub positions: Positions,
     /// Seeds k-means, per layer and head.
-    #[arg(skip)]
     pub seed: u64,
     /// How queries are rotated.
-    #[arg(skip = Rotation::At(Position::Own))]
     #[serde(flatten)]
     pub rotation: Rotation,
 }
@@ -177,7 +181,7 @@ impl FitParams {
     }
 
     /// Fails if no codebook can be fitted to `kept` keys; warns if the keys are few.
-    fn check(&self, kept: usize, log: Log) -> Result<()> {
+    fn check(&self, kept: usize, reporter: &dyn Reporter) -> Result<()> {
         let size = self.size;
         if !(1..=MAX_SIZE).contains(&size) {
             let message = format!("--size {size} is out of range: expected 1 to {MAX_SIZE}");
@@ -197,7 +201,7 @@ impl FitParams {
         }
         if kept < KEYS_PER_CODEWORD * size {
             let per = kept as f64 / size as f64;
-            log.warn(&format!(
+            reporter.warn(&format!(
                 "only {per:.1} keys per codeword ({kept} keys, {size} codewords); with fewer than {KEYS_PER_CODEWORD}, a codebook fits its calibration text better than other text"
             ));
         }
@@ -316,15 +320,13 @@ impl SectionKind for A2atsSection {
         }
     }
 
-    fn flags(&self, command: Command) -> Command {
-        FitParams::augment_args(command)
+    fn parameters(&self) -> ParameterSet {
+        CodebookParams::set()
     }
 
-    fn fit(&self, flags: &ArgMatches, input: &FitInput) -> Result<Box<dyn Fit>> {
-        let mut params = FitParams::from_arg_matches(flags).map_err(|e| Error::usage(e.to_string()))?;
-        params.size = params.asked.unwrap_or(input.codewords);
-        params.seed = input.seed;
-        params.rotation = match (params.positions, input.position) {
+    fn fit(&self, values: Map<String, Value>, input: &FitInput) -> Result<Box<dyn Fit>> {
+        let asked = CodebookParams::from_values(values)?;
+        let rotation = match (asked.positions, input.position) {
             (Positions::Window, position) => Rotation::At(position),
             (Positions::Buckets, Position::Windowed(_)) => {
                 let (start, kept) = (input.block_start, input.kept);
@@ -337,8 +339,16 @@ impl SectionKind for A2atsSection {
                 .hint("omit --rope standard, and moments that were made with it"));
             }
         };
+        let params = FitParams {
+            size: asked.size.unwrap_or(input.codewords),
+            iterations: asked.iterations,
+            min_gain: asked.min_gain,
+            metric: asked.metric,
+            seed: input.seed,
+            rotation,
+        };
         let kept = input.kept.iter().filter(|kept| **kept).count();
-        params.check(kept, input.log)?;
+        params.check(kept, input.reporter)?;
         Ok(Box::new(params))
     }
 

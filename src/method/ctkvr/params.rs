@@ -1,31 +1,24 @@
-//! The parameters of ctkvr, as flags.
+//! The parameters of ctkvr.
 
 use rand::SeedableRng;
 use rand::seq::index;
 use rand_chacha::ChaCha8Rng;
 
-/// Length of a list by default, in budgets.
-const LIST_PER_BUDGET: f64 = 2.5;
+use crate::parameters::{AT_LEAST_ONE, Choice, MULTIPLE, SWITCH, Values, WHOLE};
+use crate::{choices, parameters};
 
-/// Parses the length of a list as a multiple of the budget; a step must rank at least one budget of positions.
-fn list_per_budget(text: &str) -> std::result::Result<f64, String> {
-    match text.parse::<f64>() {
-        Ok(x) if x.is_finite() && x >= 1.0 => Ok(x),
-        _ => Err("expected a number of at least 1".to_string()),
+choices! {
+    /// Which prompt queries become centroids.
+    pub enum Choose {
+        /// The last queries of the prompt, as in the paper.
+        Last = "last",
+        /// Queries evenly spaced over the prompt (ablation).
+        Even = "even",
+        /// The first queries of the prompt (ablation).
+        First = "first",
+        /// Queries drawn at random, the same for every head (ablation).
+        Random = "random",
     }
-}
-
-/// Which prompt queries become centroids.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, clap::ValueEnum)]
-pub enum Choose {
-    /// The last queries of the prompt, as in the paper.
-    Last,
-    /// Queries evenly spaced over the prompt (ablation).
-    Even,
-    /// The first queries of the prompt (ablation).
-    First,
-    /// Queries drawn at random, the same for every head (ablation).
-    Random,
 }
 
 impl Choose {
@@ -46,42 +39,22 @@ impl Choose {
     }
 }
 
-/// The parameters of ctkvr.
-#[derive(Clone, Debug, clap::Args)]
-#[group(skip)]
-#[command(next_help_heading = "Method ctkvr")]
-pub struct CtkvrParams {
-    /// Number of query centroids, as far as the index is not larger than the KV cache (default: one per 16 positions, at
-    /// least --ct-probes and at most 2048, as far as the index takes at most a tenth of the bytes of the cache in its own
-    /// type (--kv))
-    #[arg(long, value_name = "C", value_parser = crate::flags::at_least_one)]
-    pub ct_centroids: Option<usize>,
-    /// Number of query centroids whose lists a step recalls
-    #[arg(long, value_name = "N", default_value_t = 4, value_parser = crate::flags::at_least_one)]
-    pub ct_probes: usize,
-    /// Turn the query of every Nth decode step into a query centroid; 0 = never
-    #[arg(long, value_name = "N", default_value_t = 1)]
-    pub ct_update: usize,
-    /// Prompt queries that become query centroids
-    #[arg(long, value_enum, default_value_t = Choose::Last)]
-    pub ct_choose: Choose,
-    /// Length of each query centroid's list, as a multiple of the budget (at least 1)
-    #[arg(long, value_name = "F", default_value_t = LIST_PER_BUDGET, value_parser = list_per_budget)]
-    pub ct_list: f64,
-    /// Keep the query centroids of the first prompt: queries of later prompts do not become centroids (ablation)
-    #[arg(long)]
-    pub ct_keep: bool,
-}
-
-impl Default for CtkvrParams {
-    fn default() -> Self {
-        Self {
-            ct_centroids: None,
-            ct_probes: 4,
-            ct_update: 1,
-            ct_choose: Choose::Last,
-            ct_list: LIST_PER_BUDGET,
-            ct_keep: false,
-        }
+parameters! {
+    /// The parameters of ctkvr.
+    pub struct CtkvrParams, "Method ctkvr" {
+        /// Number of query centroids, as far as the index is not larger than the KV cache (default: one per 16 positions, at
+        /// least --ct-probes and at most 2048, as far as the index takes at most a tenth of the bytes of the cache in its own
+        /// type (--kv))
+        ct_centroids: Option<usize> = None, "C" in AT_LEAST_ONE;
+        /// Number of query centroids whose lists a step recalls
+        ct_probes: usize = 4, "N" in AT_LEAST_ONE;
+        /// Turn the query of every Nth decode step into a query centroid; 0 = never
+        ct_update: usize = 1, "N" in WHOLE;
+        /// Prompt queries that become query centroids
+        ct_choose: Choose = Choose::Last, "NAME" in Values::OneOf(Choose::WORDS);
+        /// Length of each query centroid's list, as a multiple of the budget (at least 1)
+        ct_list: f64 = 2.5, "F" in MULTIPLE;
+        /// Keep the query centroids of the first prompt: queries of later prompts do not become centroids (ablation)
+        ct_keep: bool = false, "" in SWITCH;
     }
 }

@@ -6,8 +6,8 @@ use serde_json::{Map, Value, json};
 
 use super::section::{CHANNELS, DoubleSparsityQuality, DoubleSparsitySection};
 use crate::artifact::{Fit, FitText, HeadDone, LayerPart, LayerStates, SectionKind, object};
+use crate::env;
 use crate::error::{Error, Result};
-use crate::interrupt;
 use crate::model::rope::RopeTable;
 use crate::stats::sampling::TextBlocks;
 
@@ -62,7 +62,7 @@ impl Fit for DoubleSparsityFit {
         let mut part = LayerPart::default();
         let table = states.rope.table(0..self.blocks.longest());
         for kv_head in 0..states.sizes.n_kv_heads {
-            interrupt::check()?;
+            env::check()?;
             let sums = self.sums(states, &table, kv_head)?;
             if sums.iter().any(|sum| !sum.is_finite()) {
                 let what = format!("KV head {kv_head}: a sum of products is not finite");

@@ -1,6 +1,5 @@
 //! The section `doublesparsity`: the channels of each KV head, the most important first.
 
-use clap::ArgMatches;
 use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value};
 
@@ -69,7 +68,7 @@ impl SectionKind for DoubleSparsitySection {
         }
     }
 
-    fn fit(&self, _: &ArgMatches, input: &FitInput) -> Result<Box<dyn Fit>> {
+    fn fit(&self, _: Map<String, Value>, input: &FitInput) -> Result<Box<dyn Fit>> {
         Ok(Box::new(DoubleSparsityFit {
             rows: kept_rows(input.kept, MAX_ROWS),
             blocks: TextBlocks::new(input.block_start),

@@ -1,12 +1,15 @@
 //! Determines the candidates that the tables propose: thresholds and neighbours, arXiv 2506.15704, Eq. 7-9.
 
-/// How the thresholds of the tables are set.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, clap::ValueEnum)]
-pub enum Threshold {
-    /// Mean + alpha deviations, weighted so that the table with the larger kurtosis gets the lower threshold.
-    Kurtosis,
-    /// The threshold that gives the share of candidates the paper reports for this length and alpha.
-    Budget,
+use crate::choices;
+
+choices! {
+    /// How the thresholds of the tables are set.
+    pub enum Threshold {
+        /// Mean + alpha deviations, weighted so that the table with the larger kurtosis gets the lower threshold.
+        Kurtosis = "kurtosis",
+        /// The threshold that gives the share of candidates the paper reports for this length and alpha.
+        Budget = "budget",
+    }
 }
 
 /// Offsets of the neighbours of a position. A neighbour becomes a candidate with the position if a table has it above

@@ -12,9 +12,11 @@ use super::sums::PatternSums;
 use crate::artifact::{Fit, FitText, HeadDone, LayerPart, LayerStates, SectionKind, object};
 use crate::compute::cpu::row_mean;
 use crate::compute::device::{SignSums, Statistic};
+use crate::env;
 use crate::error::{Error, Result};
-use crate::interrupt;
 use crate::kv::packed::Center;
+use crate::parameters;
+use crate::parameters::{Choice, Values};
 
 /// Returns the sign pattern of four channels: bit e is set where `x[e] > 0`.
 ///
@@ -26,14 +28,18 @@ pub fn pattern(x: &[f32]) -> usize {
     bits.map(|(e, v)| usize::from(*v > 0.0) << e).sum()
 }
 
-/// The fit of the section, with its flags.
-#[derive(clap::Args)]
-#[group(skip)]
-#[command(next_help_heading = "Section sign")]
+parameters! {
+    /// The parameters of the fit.
+    pub struct SignFitParams, "Section sign" {
+        /// Value that is subtracted from each channel of the keys before their signs are taken
+        center: Center = Center::Median, "CENTER" in Values::OneOf(Center::WORDS);
+    }
+}
+
+/// The fit of the section.
 pub(super) struct SignFit {
-    /// Value that is subtracted from each channel of the keys before their signs are taken
-    #[arg(long, value_enum, default_value_t = Center::Median)]
-    center: Center,
+    /// What is subtracted from each channel.
+    pub center: Center,
 }
 
 impl Fit for SignFit {
@@ -67,7 +73,7 @@ impl Fit for SignFit {
     fn layer(&self, states: &LayerStates, done: HeadDone) -> Result<LayerPart> {
         let mut part = LayerPart::default();
         for heads in states.head_runs(0) {
-            interrupt::check()?;
+            env::check()?;
             self.fit(states, heads.clone(), &mut part, done)
                 .map_err(|e| e.context(format!("signs of KV heads {} to {}", heads.start, heads.end - 1)))?;
         }

@@ -1,11 +1,10 @@
 //! The section `sign`: centroids of sign patterns per KV head.
 
-use clap::{ArgMatches, Args, Command, FromArgMatches, ValueEnum};
 use half::f16;
 use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value};
 
-use super::fit::SignFit;
+use super::fit::{SignFit, SignFitParams};
 use super::groups::{GROUP, PATTERNS, SECTION};
 use crate::artifact::{
     Column, Facts, Fit, FitInput, HeadReport, MomentsRead, SectionKind, SectionView, parse, table,
@@ -13,6 +12,7 @@ use crate::artifact::{
 use crate::error::{Error, Result};
 use crate::kv::packed::Center;
 use crate::model::Sizes;
+use crate::parameters::{ParameterSet, Parameters};
 use crate::store::Spec;
 
 /// Mean, per pattern, of the four channels over the keys that have the pattern.
@@ -33,7 +33,7 @@ struct CenterParams {
 /// Returns the centre around which a section's signs were taken.
 pub fn calibrated_center(params: &Map<String, Value>) -> Result<Center> {
     let params: CenterParams = parse("sections.sign", params)?;
-    Center::from_str(&params.center, false).map_err(|_| Error::failed("`sections.sign.center` is not valid"))
+    Center::named(&params.center).ok_or_else(|| Error::failed("`sections.sign.center` is not valid"))
 }
 
 /// How many heads are listed at most.
@@ -108,13 +108,13 @@ impl SectionKind for SignSection {
         }
     }
 
-    fn flags(&self, command: Command) -> Command {
-        SignFit::augment_args(command)
+    fn parameters(&self) -> ParameterSet {
+        SignFitParams::set()
     }
 
-    fn fit(&self, flags: &ArgMatches, _: &FitInput) -> Result<Box<dyn Fit>> {
-        let fit = SignFit::from_arg_matches(flags).map_err(|e| Error::usage(e.to_string()))?;
-        Ok(Box::new(fit))
+    fn fit(&self, values: Map<String, Value>, _: &FitInput) -> Result<Box<dyn Fit>> {
+        let SignFitParams { center } = SignFitParams::from_values(values)?;
+        Ok(Box::new(SignFit { center }))
     }
 
     fn specs(&self, params: &Map<String, Value>, sizes: Sizes) -> Result<Vec<Spec>> {

@@ -9,8 +9,8 @@ use super::sample::Sample;
 use super::section::{SHIFT, SHIFTS, TailParams, TailSection, USED};
 use crate::artifact::{Fit, FitText, HeadDone, LayerPart, LayerStates, Report, SectionKind, object};
 use crate::compute::layout::elements;
+use crate::env;
 use crate::error::{Error, Result};
-use crate::interrupt;
 use crate::kv::StaticSet;
 use crate::kv::static_set::{SINKS, WINDOW};
 use crate::model::rope::RopeTable;
@@ -54,7 +54,7 @@ impl Fit for TailFit {
         let mut part = LayerPart::default();
         let table = states.rope.table(0..self.sample.blocks.longest());
         for kv_head in 0..states.sizes.n_kv_heads {
-            interrupt::check()?;
+            env::check()?;
             let rows = self.errors(states, &table, kv_head)?;
             let fits = (0..states.sizes.group()).map(|a| self.fit_head(&rows, a));
             let fits: Vec<HeadFit> = fits.collect();

@@ -1,6 +1,5 @@
 //! The section `tail`: a shift per query head.
 
-use clap::ArgMatches;
 use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value};
 
@@ -136,10 +135,10 @@ impl SectionKind for TailSection {
         false
     }
 
-    fn fit(&self, _: &ArgMatches, input: &FitInput) -> Result<Box<dyn Fit>> {
+    fn fit(&self, _: Map<String, Value>, input: &FitInput) -> Result<Box<dyn Fit>> {
         let sample = Sample::new(input.block_start, input.kept);
         if sample.n_kept() == 0 {
-            input.log.warn(&format!(
+            input.reporter.warn(&format!(
                 "the blocks are too short for tails, so no head gets one; give documents of more than {} tokens, or a larger --seq-len",
                 SINKS + WINDOW
             ));

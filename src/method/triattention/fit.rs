@@ -6,8 +6,8 @@ use serde_json::{Map, Value, json};
 
 use super::section::{Q_ABS, Q_MEAN, TriAttentionQuality, TriAttentionSection};
 use crate::artifact::{Fit, FitText, HeadDone, LayerPart, LayerStates, SectionKind, object};
+use crate::env;
 use crate::error::{Error, Result};
-use crate::interrupt;
 
 /// The most rows that a fit takes, evenly spaced among the kept ones.
 pub(super) const MAX_ROWS: usize = 65_536;
@@ -57,7 +57,7 @@ impl Fit for TriAttentionFit {
         let mut part = LayerPart::default();
         let r = states.sizes.group();
         for kv_head in 0..states.sizes.n_kv_heads {
-            interrupt::check()?;
+            env::check()?;
             let mut quality = TriAttentionQuality {
                 concentration: Vec::with_capacity(r),
                 keys: self.rows.len(),

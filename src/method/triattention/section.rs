@@ -1,6 +1,5 @@
 //! The section `triattention`: the mean query of each query head before rotation.
 
-use clap::ArgMatches;
 use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value};
 
@@ -82,7 +81,7 @@ impl SectionKind for TriAttentionSection {
         }
     }
 
-    fn fit(&self, _: &ArgMatches, input: &FitInput) -> Result<Box<dyn Fit>> {
+    fn fit(&self, _: Map<String, Value>, input: &FitInput) -> Result<Box<dyn Fit>> {
         Ok(Box::new(TriAttentionFit {
             rows: kept_rows(input.kept, MAX_ROWS),
         }))

@@ -10,8 +10,8 @@ use super::section::{
 };
 use crate::artifact::{Fit, FitText, HeadDone, LayerPart, LayerStates, SectionKind, object};
 use crate::compute::cpu::row_mean;
+use crate::env;
 use crate::error::{Error, Result};
-use crate::interrupt;
 use crate::stats::kmeans::{self, Init, KMeansFit, KMeansParams};
 use crate::stats::linalg;
 use crate::stats::seeds::head_seed;
@@ -48,7 +48,7 @@ impl Fit for WpqFit {
     fn layer(&self, states: &LayerStates, done: HeadDone) -> Result<LayerPart> {
         let mut part = LayerPart::default();
         for head in 0..states.sizes.n_kv_heads {
-            interrupt::check()?;
+            env::check()?;
             let fit = HeadFit::new(&self.params, states, head);
             let quality = fit.and_then(|fit| fit.run(&mut part));
             let quality =
@@ -175,7 +175,7 @@ impl<'a> HeadFit<'a> {
             seed: params.seed,
         };
         let mut points = states.device.points(self.rows[0].clone())?;
-        let fits = kmeans::cluster(points.as_mut(), &kmeans, &seeds, &mut |_, _| interrupt::flow())?;
+        let fits = kmeans::cluster(points.as_mut(), &kmeans, &seeds, &mut |_, _| env::flow())?;
         let stored = stored(&fits, params.words, dim)?;
         words.extend(stored.iter().map(|v| f16::from_f32(*v)));
         let passes = fits.iter().map(|fit| fit.inertia.len().saturating_sub(1));

@@ -1,7 +1,5 @@
 //! The section `wpq`: a product quantiser per KV head.
 
-use clap::builder::PossibleValuesParser;
-use clap::{ArgMatches, Args, Command, FromArgMatches};
 use half::f16;
 use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value, json};
@@ -12,11 +10,12 @@ use crate::artifact::{
     table,
 };
 use crate::error::{Error, Result};
-use crate::flags::parse_count_or_all;
 use crate::method::weak::worst_of;
 use crate::model::Sizes;
+use crate::parameters::{Choice, ParameterSet, Parameters, Values};
 use crate::stats::whiten::EPS;
 use crate::store::Spec;
+use crate::{choices, parameters};
 
 /// Name of the section in an artifact.
 pub const SECTION: &str = "wpq";
@@ -40,21 +39,22 @@ pub(super) const PASSES: usize = 25;
 /// Channels from which on a head counts as wide.
 const WIDE: usize = 64;
 
-/// The value of `--wpq-bits` that leaves the section out.
-const NONE: &str = "none";
-
-/// What is subtracted from rotated keys before they are encoded. Manifests name it unless it is the mean.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize, clap::ValueEnum)]
-#[serde(rename_all = "kebab-case")]
-pub enum Center {
-    /// The mean of the rotated keys, which is the same at every position.
-    #[default]
-    Mean,
-    /// The mean of the keys before rotation, rotated to the position of each key. Loses less.
-    Path,
+choices! {
+    /// What is subtracted from rotated keys before they are encoded. Manifests name it unless it is the mean.
+    pub enum Center {
+        /// The mean of the rotated keys, which is the same at every position.
+        Mean = "mean",
+        /// The mean of the keys before rotation, rotated to the position of each key. Loses less.
+        Path = "path",
+    }
 }
 
 impl Center {
+    /// The centre of artifacts that do not name it.
+    fn unnamed() -> Self {
+        Self::Mean
+    }
+
     fn is_mean(&self) -> bool {
         *self == Self::Mean
     }
@@ -72,7 +72,7 @@ pub(super) struct WpqParams {
     #[serde(skip_serializing_if = "Option::is_none")]
     pub directions: Option<usize>,
     /// What codes describe the keys around; absent for the mean.
-    #[serde(default, skip_serializing_if = "Center::is_mean")]
+    #[serde(default = "Center::unnamed", skip_serializing_if = "Center::is_mean")]
     pub center: Center,
     /// The seed of k-means, per layer, head, stage and group.
     pub seed: u64,
@@ -120,33 +120,28 @@ pub(super) fn default_directions(d: usize) -> usize {
     if d >= WIDE { d / 2 } else { d }
 }
 
-/// The flags of the fit.
-#[derive(Clone, Debug, clap::Args)]
-#[group(skip)]
-#[command(next_help_heading = "Section wpq")]
-struct WpqFlags {
-    /// Bits per key of the wpq codes; none = make no section wpq
-    #[arg(long, value_name = "BITS", default_value = "64", value_parser = PossibleValuesParser::new(["16", "32", "64", NONE]))]
-    wpq_bits: String,
-    /// Words per group of directions: 16 (4 bits of the code per group and stage; a code has two stages) or 256 (8 bits)
-    #[arg(long, value_name = "N", default_value = "16", value_parser = PossibleValuesParser::new(["16", "256"]))]
-    wpq_words: String,
-    /// Number of principal directions of the keys that a wpq code describes, rounded up to a multiple of the groups, or
-    /// `all`; more directions describe each key more closely, but every decode step has more to read [default: half of the
-    /// head's channels if it has 64 or more, otherwise all]
-    #[arg(long, value_name = "N", value_parser = parse_count_or_all)]
-    wpq_directions: Option<usize>,
-    /// What wpq subtracts from the rotated keys before it encodes them
-    #[arg(long, value_enum, default_value_t = Center::Path)]
-    wpq_center: Center,
+parameters! {
+    /// The parameters of the fit.
+    pub struct WpqFitParams, "Section wpq" {
+        /// Bits per key of the wpq codes; none = make no section wpq
+        wpq_bits: Option<usize> = Some(64), "BITS" in Values::AmongOrNone(&[16, 32, 64]);
+        /// Words per group of directions: 16 (4 bits of the code per group and stage; a code has two stages) or 256 (8 bits)
+        wpq_words: usize = 16, "N" in Values::Among(&[16, 256]);
+        /// Number of principal directions of the keys that a wpq code describes, rounded up to a multiple of the groups, or
+        /// `all`; more directions describe each key more closely, but every decode step has more to read [default: half of the
+        /// head's channels if it has 64 or more, otherwise all]
+        wpq_directions: Option<usize> = None, "N" in Values::CountOrAll;
+        /// What wpq subtracts from the rotated keys before it encodes them
+        wpq_center: Center = Center::Path, "NAME" in Values::OneOf(Center::WORDS);
+    }
 }
 
-impl WpqFlags {
-    /// Returns the parameters of the fit for keys of `d` channels; `None` if no section is wanted.
-    fn params(&self, d: usize, seed: u64) -> Option<WpqParams> {
+impl WpqFitParams {
+    /// Returns what the manifest says of a fit to keys of `d` channels; `None` if no section is wanted.
+    fn stored(&self, d: usize, seed: u64) -> Option<WpqParams> {
         let mut params = WpqParams {
-            bits: self.wpq_bits.parse().ok()?,
-            words: self.wpq_words.parse().ok()?,
+            bits: self.wpq_bits?,
+            words: self.wpq_words,
             directions: None,
             center: self.wpq_center,
             seed,
@@ -221,23 +216,21 @@ impl SectionKind for WpqSection {
         }
     }
 
-    fn flags(&self, command: Command) -> Command {
-        WpqFlags::augment_args(command)
+    fn parameters(&self) -> ParameterSet {
+        WpqFitParams::set()
     }
 
-    fn is_wanted(&self, flags: &ArgMatches) -> bool {
-        flags
-            .get_one::<String>("wpq_bits")
-            .is_none_or(|bits| bits != NONE)
+    fn is_wanted(&self, values: &Map<String, Value>) -> bool {
+        values.get("wpq_bits").is_none_or(|bits| !bits.is_null())
     }
 
-    fn fit(&self, flags: &ArgMatches, input: &FitInput) -> Result<Box<dyn Fit>> {
-        let flags = WpqFlags::from_arg_matches(flags).map_err(|e| Error::usage(e.to_string()))?;
-        if flags.wpq_directions == Some(0) {
+    fn fit(&self, values: Map<String, Value>, input: &FitInput) -> Result<Box<dyn Fit>> {
+        let params = WpqFitParams::from_values(values)?;
+        if params.wpq_directions == Some(0) {
             return Err(Error::usage("--wpq-directions 0 would describe nothing of a key")
                 .hint("give at least 1, or leave it out"));
         }
-        let params = flags.params(input.head_dim, input.seed).ok_or_else(|| {
+        let params = params.stored(input.head_dim, input.seed).ok_or_else(|| {
             Error::usage("--wpq-bits none would make no section")
                 .hint("give the bits per key: --wpq-bits 16, 32 or 64")
         })?;

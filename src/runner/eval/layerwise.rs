@@ -14,8 +14,8 @@ use rayon::prelude::*;
 use super::judge::top;
 use super::trajectories::{HeadStep, HeadTrajectories, StepInput, leaders};
 use super::{Variant, VariantReport, losses, tally};
+use crate::env;
 use crate::error::{Error, Result};
-use crate::interrupt;
 use crate::kv::StaticSet;
 use crate::model::forward::{Context, Layers, Rows};
 use crate::model::layer::{rotated, rotated_to};
@@ -203,7 +203,7 @@ impl Layerwise<'_> {
         for index in 0..config.n_layers() {
             let layer = self.layers.open(index)?;
             for run in &mut runs {
-                interrupt::check()?;
+                env::check()?;
                 let own = run
                     .own
                     .as_ref()
@@ -238,7 +238,7 @@ impl Layerwise<'_> {
 
     /// Computes the logits of a step, `[1 + variants, vocab]`: those of full attention first.
     fn logits(&self, run: &Run, own: &Array2<f32>, step: usize) -> Result<Array2<f32>> {
-        interrupt::check()?;
+        env::check()?;
         let own = own.slice(s![step..;run.passage.steps, ..]);
         let full = run.full.slice(s![run.passage.first() + step.., ..]);
         let rows = concatenate(Axis(0), &[full.slice(s![..1, ..]), own])?;

@@ -1,6 +1,6 @@
 //! The flags of a plan in shards.
 
-use crate::flags::at_least_one;
+use crate::cmd::flags::at_least_one;
 
 /// Flags of `plan` for a calibration in shards.
 #[derive(clap::Args, Clone, Debug)]

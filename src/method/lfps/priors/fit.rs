@@ -14,8 +14,8 @@ use super::{EXACT, RELATIVE, SCALARS, SLASH, STRUCTURAL_END, THETAS, VERT, slash
 use crate::artifact::{Fit, FitText, HeadDone, LayerPart, LayerStates, Report, SectionKind};
 use crate::compute::attention::visible;
 use crate::compute::{gemm, simd};
+use crate::env;
 use crate::error::{Error, Result};
-use crate::interrupt;
 use crate::kv::static_set::SINKS;
 
 /// Scores whose exponentials are summed in f32 before the result is added to an f64 sum.
@@ -62,7 +62,7 @@ impl Fit for PriorsFit {
             self.sample.blocks.rotate(&mut keys, &rows, &table, 1.0)?;
             let mut fits = Vec::with_capacity(r);
             for query_head in kv_head * r..(kv_head + 1) * r {
-                interrupt::check()?;
+                env::check()?;
                 let mut queries = (states.queries)(query_head)?;
                 self.sample
                     .blocks

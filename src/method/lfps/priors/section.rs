@@ -1,6 +1,5 @@
 //! The section `lfps`: the priors of every query head.
 
-use clap::ArgMatches;
 use serde::Deserialize;
 use serde_json::{Map, Value, json};
 
@@ -14,11 +13,11 @@ use super::{
 use crate::artifact::{
     Column, Facts, Fit, FitInput, HeadReport, MomentsRead, SectionKind, SectionView, object, share, table,
 };
+use crate::env::Reporter;
 use crate::error::{Error, Result};
 use crate::kv::static_set::SINKS;
 use crate::method::weak::worst_of;
 use crate::model::Sizes;
-use crate::progress::Log;
 use crate::store::Spec;
 
 /// Mean mass per offset bucket.
@@ -99,13 +98,13 @@ pub fn weak_heads(reports: &[HeadReport]) -> Result<String> {
 }
 
 /// Warns if the text is so short that the priors say nothing.
-fn warn_if_short(sample: &Sample, log: Log) {
+fn warn_if_short(sample: &Sample, reporter: &dyn Reporter) {
     let missing = match (sample.n_rows(), sample.n_anchors()) {
         (0, _) => "all LFPS priors are",
         (_, 0) => "the LFPS priors that need a history are",
         _ => return,
     };
-    log.warn(&format!(
+    reporter.warn(&format!(
         "the blocks are too short for LFPS, so {missing} neutral; give longer documents or a larger --seq-len"
     ));
 }
@@ -130,9 +129,9 @@ impl SectionKind for LfpsSection {
         }
     }
 
-    fn fit(&self, _: &ArgMatches, input: &FitInput) -> Result<Box<dyn Fit>> {
+    fn fit(&self, _: Map<String, Value>, input: &FitInput) -> Result<Box<dyn Fit>> {
         let sample = Sample::new(input.block_start, input.kept);
-        warn_if_short(&sample, input.log);
+        warn_if_short(&sample, input.reporter);
         Ok(Box::new(PriorsFit { sample }))
     }
 

@@ -1,17 +1,22 @@
 //! Ctrl-C: the first signal asks the running work to stop at its next safe point, and ends the program if that takes too
 //! long; the second ends it at once. While a chat replies to a person, the first Ctrl-C ends the reply alone.
 
-use std::ops::ControlFlow;
+use std::sync::LazyLock;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
 use signal_hook::iterator::Signals;
 
+use super::terminal::say;
+use crate::env::{Cancel, Env};
 use crate::error::{Error, Kind, Result};
-use crate::progress::say;
 use crate::unfinished;
 
+/// Whether a signal asked the command to stop.
 static STOP: AtomicBool = AtomicBool::new(false);
+
+/// Stops the work of the command, or the reply that is being made.
+static CANCEL: LazyLock<Cancel> = LazyLock::new(Cancel::default);
 
 /// Whether the first Ctrl-C ends a reply, and whether it has.
 static REPLIES: AtomicBool = AtomicBool::new(false);
@@ -22,6 +27,14 @@ static SAVING: AtomicBool = AtomicBool::new(false);
 
 /// How long the running work may take to reach its next safe point before the program ends.
 const GRACE: Duration = Duration::from_secs(3);
+
+/// Returns the surroundings of the command's work, which signals stop.
+pub fn env() -> Env {
+    Env {
+        cancel: CANCEL.clone(),
+        ..Env::default()
+    }
+}
 
 /// Installs the handler of SIGINT, SIGTERM and SIGHUP, and ignores SIGXFSZ, so that a write beyond the file size limit
 /// is reported like any other error; called once by `main`.
@@ -47,11 +60,13 @@ pub fn install() {
 fn received(signal: libc::c_int) {
     let ends_reply = signal == libc::SIGINT && REPLIES.load(Ordering::SeqCst);
     if ends_reply && !REPLY_ENDS.swap(true, Ordering::SeqCst) {
+        CANCEL.cancel();
         return;
     }
     if STOP.swap(true, Ordering::SeqCst) {
         end();
     }
+    CANCEL.cancel();
     let late = || {
         std::thread::sleep(GRACE);
         while SAVING.load(Ordering::SeqCst) {
@@ -104,6 +119,11 @@ impl Drop for Reply {
     fn drop(&mut self) {
         REPLIES.store(false, Ordering::SeqCst);
         REPLY_ENDS.store(false, Ordering::SeqCst);
+        CANCEL.clear();
+        // What stops the whole command may have come meanwhile.
+        if STOP.load(Ordering::SeqCst) {
+            CANCEL.cancel();
+        }
     }
 }
 
@@ -124,34 +144,11 @@ fn is_ignored(signal: libc::c_int) -> bool {
     }
 }
 
-/// Says whether the user asked to stop the running work.
-pub fn requested() -> bool {
-    STOP.load(Ordering::SeqCst) || REPLY_ENDS.load(Ordering::SeqCst)
-}
-
-/// Fails if the user asked to stop.
-pub fn check() -> Result<()> {
-    if requested() {
-        Err(Error::interrupted())
-    } else {
-        Ok(())
-    }
-}
-
 /// Tells whether the user stopped the work after `done` steps; a stop before the first step stays an error.
 pub fn is_stopped(result: Result<()>, done: usize) -> Result<bool> {
     match result {
         // What was measured so far is still reported.
         Err(e) if e.kind() == Kind::Interrupted && done > 0 => Ok(true),
         other => other.map(|()| false),
-    }
-}
-
-/// Returns `Break` if the user asked to stop: the form of [`check`] for callbacks.
-pub fn flow() -> ControlFlow<()> {
-    if requested() {
-        ControlFlow::Break(())
-    } else {
-        ControlFlow::Continue(())
     }
 }

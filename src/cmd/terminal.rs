@@ -1,4 +1,4 @@
-//! Messages to the user on stderr: notes, warnings and progress bars with the remaining time.
+//! The terminal: messages to the user on stderr, and progress bars with the remaining time.
 
 use std::borrow::Cow;
 use std::io::{IsTerminal, Write};
@@ -8,7 +8,9 @@ use std::time::Duration;
 use console::Color;
 use indicatif::{HumanCount, HumanDuration, ProgressBar, ProgressDrawTarget, ProgressState, ProgressStyle};
 
+use crate::env::{self, Reporter};
 use crate::error::{Error, Kind};
+use crate::wording::{harmless, wrapped};
 
 /// Writes a line to stderr with its control characters escaped; a failed write is ignored, since there is nowhere to
 /// report it. On a terminal, lines are broken between words.
@@ -66,80 +68,6 @@ pub fn columns() -> usize {
             .filter(|columns| *columns > 0)
             .map_or(COLUMNS, |columns| columns.min(MOST_COLUMNS))
     })
-}
-
-/// Breaks the lines of a text between words, so that they have at most `columns` characters; what follows a break is
-/// indented by two more spaces than its line. Words that are longer stay whole.
-pub fn wrapped(text: &str, columns: usize) -> String {
-    let lines: Vec<String> = text.split('\n').map(|line| wrapped_line(line, columns)).collect();
-    lines.join("\n")
-}
-
-fn wrapped_line(line: &str, columns: usize) -> String {
-    if line.chars().count() <= columns {
-        return line.to_owned();
-    }
-    let words = line.trim_start_matches(' ');
-    let indent = line.len() - words.len();
-    let (mut out, mut width) = (" ".repeat(indent), indent);
-    for (i, word) in words.split(' ').enumerate() {
-        let length = word.chars().count();
-        if i > 0 && width + 1 + length > columns {
-            out += &format!("\n{}", " ".repeat(indent + 2));
-            width = indent + 2;
-        } else if i > 0 {
-            out.push(' ');
-            width += 1;
-        }
-        out += word;
-        width += length;
-    }
-    out
-}
-
-/// Escapes the control characters of a text except for line breaks and tabs, and the marks that change the direction of
-/// writing: names and metadata come from files, and a terminal would obey them.
-pub fn harmless(text: &str) -> Cow<'_, str> {
-    let turns = |c: char| matches!(c, '\u{61c}' | '\u{200e}' | '\u{200f}' | '\u{202a}'..='\u{202e}' | '\u{2066}'..='\u{2069}');
-    let obeyed = |c: char| c.is_control() && c != '\n' && c != '\t' || turns(c);
-    if !text.contains(obeyed) {
-        return Cow::Borrowed(text);
-    }
-    let escaped = |c: char| match obeyed(c) {
-        true => c.escape_default().to_string(),
-        false => c.to_string(),
-    };
-    Cow::Owned(text.chars().map(escaped).collect())
-}
-
-/// Formats a number of bytes for people: `812 bytes`, `23.0 KB`, `4.33 MB`, `2.47 GB`, `7.86 TB`.
-pub fn size(bytes: usize) -> String {
-    if bytes >= 1_000_000_000_000 {
-        format!("{:.2} TB", bytes as f64 / 1e12)
-    } else if bytes >= 1_000_000_000 {
-        format!("{:.2} GB", bytes as f64 / 1e9)
-    } else if bytes < 1000 {
-        format!("{bytes} bytes")
-    } else if bytes < 1_000_000 {
-        format!("{:.1} KB", bytes as f64 / 1e3)
-    } else {
-        format!("{:.2} MB", bytes as f64 / 1e6)
-    }
-}
-
-/// Writes a number with what it counts: `1 block`, `20 blocks`.
-pub fn counted(n: usize, what: &str) -> String {
-    format!("{n} {what}{}", if n == 1 { "" } else { "s" })
-}
-
-/// Formats seconds for people: `0.42 s`, `17 s`, `4.2 min`, `3.5 h`.
-pub fn duration(seconds: f64) -> String {
-    match seconds {
-        ..10.0 => format!("{seconds:.2} s"),
-        ..120.0 => format!("{seconds:.0} s"),
-        ..7200.0 => format!("{:.1} min", seconds / 60.0),
-        _ => format!("{:.1} h", seconds / 3600.0),
-    }
 }
 
 /// How much the program prints.
@@ -233,6 +161,24 @@ impl Log {
     }
 }
 
+impl Reporter for Log {
+    fn warn(&self, text: &str) {
+        Self::warn(self, text);
+    }
+
+    fn note(&self, text: &str) {
+        Self::note(self, text);
+    }
+
+    fn detail(&self, text: &str) {
+        Self::detail(self, text);
+    }
+
+    fn progress(&self, total: u64, unit: &str) -> Box<dyn env::Progress> {
+        Box::new(Self::progress(self, total, unit))
+    }
+}
+
 /// The bar that was started last.
 static CURRENT: Mutex<Option<ProgressBar>> = Mutex::new(None);
 
@@ -264,12 +210,6 @@ impl Progress {
     /// Shows what is being done, left of the bar.
     pub fn stage(&self, text: String) {
         self.bar.set_message(text);
-    }
-
-    /// Shows which layer (counted from 0) is being processed, and what is done to it.
-    pub fn layer(&self, layer: usize, n_layers: usize, what: &str) {
-        let last = n_layers.saturating_sub(1);
-        self.stage(format!("layer {layer} (0-{last}): {what}"));
     }
 
     /// Adds finished units of work.
@@ -312,6 +252,20 @@ impl Progress {
     }
 }
 
+impl env::Progress for Progress {
+    fn stage(&self, text: String) {
+        Self::stage(self, text);
+    }
+
+    fn advance(&self, units: u64) {
+        Self::advance(self, units);
+    }
+
+    fn line(&self, text: &str) {
+        Self::line(self, text);
+    }
+}
+
 impl Drop for Progress {
     fn drop(&mut self) {
         self.bar.finish_and_clear();
@@ -321,19 +275,6 @@ impl Drop for Progress {
 #[cfg(test)]
 mod tests {
     use super::*;
-
-    #[test]
-    fn long_lines_are_broken_between_words() {
-        assert_eq!(wrapped("one two three", 13), "one two three");
-        assert_eq!(
-            wrapped("one two three\n four five", 8),
-            "one two\n  three\n four\n   five"
-        );
-        assert_eq!(
-            wrapped("/a/path/without/spaces is kept", 10),
-            "/a/path/without/spaces\n  is kept"
-        );
-    }
 
     /// In a prefill of 1,000 tokens and 4 layers, 1,500 units are 375 tokens through all layers.
     #[test]

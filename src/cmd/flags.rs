@@ -1,6 +1,5 @@
-//! Flag values that several commands and methods share: numbers within a range, devices, precision.
+//! Flag values that several commands share: numbers within a range, names of types.
 
-use std::borrow::Cow;
 use std::ffi::OsStr;
 use std::str::FromStr;
 
@@ -8,25 +7,8 @@ use clap::ValueEnum;
 use clap::builder::{PossibleValue, TypedValueParser};
 
 use crate::float::Float;
+use crate::numbers::plain;
 use crate::quant::Quant;
-
-/// Writes a number as Rust reads it: without spaces around it, `6%` as 0.06, `8K` as 8192 and `1M` as 1048576.
-pub fn plain(text: &str) -> Cow<'_, str> {
-    let text = text.trim();
-    let scaled = |units: &[char], by: f64| {
-        let x: f64 = text.strip_suffix(units)?.trim_end().parse().ok()?;
-        Some(Cow::Owned((x * by).to_string()))
-    };
-    // Divided rather than multiplied, a percentage is the number that its digits would give.
-    let share = || {
-        let x: f64 = text.strip_suffix('%')?.trim_end().parse().ok()?;
-        Some(Cow::Owned((x / 100.0).to_string()))
-    };
-    share()
-        .or_else(|| scaled(&['K', 'k'], 1024.0))
-        .or_else(|| scaled(&['M', 'm'], 1024.0 * 1024.0))
-        .unwrap_or(Cow::Borrowed(text))
-}
 
 /// Parses a number that `fits`; `expected` is the message otherwise.
 fn checked<T: FromStr>(text: &str, fits: impl Fn(&T) -> bool, expected: &str) -> Result<T, String> {
@@ -117,19 +99,6 @@ impl WeightsFlag {
     }
 }
 
-/// The device that does a command's work.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
-pub enum DeviceFlag {
-    /// An NVIDIA GPU that has passed `kvsmith gpu-check` and can run the command, else the CPU; never wgpu.
-    Auto,
-    /// The CPU.
-    Cpu,
-    /// Any GPU with a Vulkan, Metal or DirectX 12 driver, through wgpu.
-    Wgpu,
-    /// An NVIDIA GPU of compute capability 8.0 or later, through CUDA.
-    Cuda,
-}
-
 /// Parses a share x with 0 < x <= 1.
 pub fn share(text: &str) -> Result<f64, String> {
     checked(
@@ -164,27 +133,6 @@ pub fn at_least_1(text: &str) -> Result<f64, String> {
         |x: &f64| x.is_finite() && *x >= 1.0,
         "expected a number of at least 1",
     )
-}
-
-/// The type of what is multiplied with 16-bit weights.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, clap::ValueEnum)]
-pub enum Precision {
-    /// Round them to the type of the weights, so that tensor cores can be used.
-    #[default]
-    Auto,
-    /// Keep them in f32.
-    F32,
-}
-
-impl Precision {
-    /// Returns the type in which attention reads keys and values that no cache keeps; `kind` is the
-    /// weights' type.
-    pub fn attended(self, kind: Float) -> Float {
-        match self {
-            Self::F32 => Float::F32,
-            Self::Auto => kind,
-        }
-    }
 }
 
 #[cfg(test)]

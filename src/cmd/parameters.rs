@@ -1,0 +1,152 @@
+//! Flags for the parameters that methods and fits declare, and for the other values that have names.
+
+use clap::builder::{PossibleValue, PossibleValuesParser, TypedValueParser};
+use clap::error::ErrorKind;
+use clap::{Arg, ArgAction, ArgMatches, Args, Command, FromArgMatches};
+use serde_json::{Map, Value};
+
+use crate::error::Error;
+use crate::method::params::MethodParams;
+use crate::method::registry::{METHODS, MethodName};
+use crate::parameters::{Choice, Parameter, ParameterSet, Parameters, Values, Word, phrase};
+
+type ParseResult<T> = std::result::Result<T, clap::Error>;
+
+/// Adds the flags of a set of parameters to a command.
+pub fn flags(command: Command, set: &ParameterSet) -> Command {
+    let defaults = (set.defaults)();
+    let flag = |parameter| flag(parameter, set.heading, defaults.get(parameter.name));
+    command.args(set.parameters.iter().map(flag))
+}
+
+fn flag(parameter: &'static Parameter, heading: &'static str, default: Option<&Value>) -> Arg {
+    let values = parameter.values;
+    let arg = Arg::new(parameter.name)
+        .long(parameter.flag())
+        .help(phrase(parameter.help).into_owned())
+        .help_heading(heading);
+    let arg = match values {
+        Values::Switch => return arg.action(ArgAction::SetTrue),
+        Values::OneOf(words) => arg.value_parser(named(words).map(Value::from)),
+        Values::Among(_) | Values::AmongOrNone(_) => {
+            let names = PossibleValuesParser::new(values.names());
+            arg.value_parser(names.try_map(move |text| values.parse(&text)))
+        }
+        Values::Whole(..) | Values::CountOrAll | Values::Number(_) => {
+            arg.value_parser(move |text: &str| values.parse(text))
+        }
+    };
+    let arg = arg.value_name(parameter.placeholder);
+    match default {
+        Some(Value::String(text)) => arg.default_value(text.clone()),
+        // As people write it: 8 for 8.0.
+        Some(Value::Number(n)) => arg.default_value(n.as_f64().unwrap_or_default().to_string()),
+        _ => arg,
+    }
+}
+
+/// Returns the parser of a name.
+fn named(words: &'static [Word]) -> PossibleValuesParser {
+    let value = |word: &'static Word| PossibleValue::new(word.name).help(phrase(word.help).into_owned());
+    PossibleValuesParser::new(words.iter().map(value))
+}
+
+/// Returns the parser of a value that has a name.
+pub fn choice<C: Choice + Send + Sync>() -> impl TypedValueParser<Value = C> {
+    named(C::WORDS).try_map(|name| C::named(&name).ok_or("unknown name"))
+}
+
+/// Returns the parser of the name of a method.
+pub fn method() -> impl TypedValueParser<Value = MethodName> {
+    let names = PossibleValuesParser::new(method_names());
+    names.try_map(|name| MethodName::named(&name).ok_or("unknown method"))
+}
+
+/// Lists the names of the methods, with their help.
+pub fn method_names() -> impl Iterator<Item = PossibleValue> {
+    let value = |method: &MethodName| PossibleValue::new(method.as_str()).help(method.help());
+    METHODS.iter().map(value)
+}
+
+/// Lists the methods that have flags of their own, each with the names of its flags.
+pub fn flags_of_methods() -> impl Iterator<Item = (&'static str, Vec<String>)> {
+    let flags = |set: ParameterSet| set.parameters.iter().map(Parameter::flag).collect();
+    MethodParams::sets()
+        .into_iter()
+        .map(move |(name, set)| (name, flags(set)))
+}
+
+/// Returns the values of a set's flags by name.
+pub fn values(set: &ParameterSet, matches: &ArgMatches) -> Map<String, Value> {
+    let value = |parameter: &Parameter| match parameter.values {
+        Values::Switch => Some(matches.get_flag(parameter.name).into()),
+        _ => matches.get_one::<Value>(parameter.name).cloned(),
+    };
+    let named = set.parameters.iter();
+    named
+        .filter_map(|parameter| Some((parameter.name.to_owned(), value(parameter)?)))
+        .collect()
+}
+
+/// Turns an error in a set of values into one of the command line.
+fn refused(e: &Error) -> clap::Error {
+    clap::Error::raw(ErrorKind::ValueValidation, format!("{e}\n"))
+}
+
+/// The flags of one set of parameters.
+#[derive(Clone, Debug)]
+pub struct Flags<P>(pub P);
+
+impl<P: Parameters> Args for Flags<P> {
+    fn augment_args(command: Command) -> Command {
+        flags(command, &P::set())
+    }
+
+    fn augment_args_for_update(command: Command) -> Command {
+        Self::augment_args(command)
+    }
+}
+
+impl<P: Parameters> FromArgMatches for Flags<P> {
+    fn from_arg_matches(matches: &ArgMatches) -> ParseResult<Self> {
+        P::from_values(values(&P::set(), matches))
+            .map(Self)
+            .map_err(|e| refused(&e))
+    }
+
+    fn update_from_arg_matches(&mut self, matches: &ArgMatches) -> ParseResult<()> {
+        *self = Self::from_arg_matches(matches)?;
+        Ok(())
+    }
+}
+
+/// The flags of all methods.
+#[derive(Clone, Debug)]
+pub struct MethodFlags(pub MethodParams);
+
+impl Args for MethodFlags {
+    fn augment_args(command: Command) -> Command {
+        let sets = MethodParams::sets().into_iter();
+        sets.fold(command, |command, (_, set)| flags(command, &set))
+    }
+
+    fn augment_args_for_update(command: Command) -> Command {
+        Self::augment_args(command)
+    }
+}
+
+impl FromArgMatches for MethodFlags {
+    fn from_arg_matches(matches: &ArgMatches) -> ParseResult<Self> {
+        let sets = MethodParams::sets().into_iter();
+        let sets = sets.map(|(name, set)| (name.to_owned(), Value::Object(values(&set, matches))));
+        let params = serde_json::from_value(Value::Object(sets.collect()));
+        params
+            .map(Self)
+            .map_err(|e| refused(&Error::usage(e.to_string())))
+    }
+
+    fn update_from_arg_matches(&mut self, matches: &ArgMatches) -> ParseResult<()> {
+        *self = Self::from_arg_matches(matches)?;
+        Ok(())
+    }
+}
