@@ -2,15 +2,19 @@
 
 use crate::common::{Scratch, all_golden, documents, prepared, relative_error};
 use kvsmith::artifact::Artifact;
+use kvsmith::env::Env;
+use kvsmith::error::Kind;
 use kvsmith::kv::KvType;
 use kvsmith::kv::budget::Budget;
 use kvsmith::kv::packed::Center;
+use kvsmith::method::Method;
 use kvsmith::method::registry::{METHODS, MethodName};
 use kvsmith::method::sections::SECTIONS;
 use kvsmith::model::Decoder;
 use kvsmith::model::forward::CpuForward;
 use kvsmith::runner::eval::{Done, Evaluation, Variant};
-use kvsmith::runner::{Options, Session};
+use kvsmith::runner::{Engine, Options, SequenceId, Session};
+use ndarray::Array1;
 
 struct Model {
     decoder: Decoder,
@@ -38,17 +42,161 @@ impl Model {
     }
 
     fn session(&self, method: MethodName, budget: Budget, kv: KvType, capacity: usize) -> Session<'_> {
-        let method = prepared(method, Some(&self.artifact), &self.decoder);
-        let options = Options {
-            sinks: 2,
-            window: 4,
-            budget,
-            kv,
-            packed: Center::Median.into(),
-            granule: 64,
-        };
-        Session::on_cpu(&self.decoder, method.as_ref(), options, capacity).unwrap()
+        let method = self.prepared(method);
+        Session::on_cpu(&self.decoder, method.as_ref(), options(budget, kv), capacity).unwrap()
     }
+
+    fn prepared(&self, method: MethodName) -> Box<dyn Method> {
+        prepared(method, Some(&self.artifact), &self.decoder)
+    }
+
+    fn engine<'a>(&'a self, method: &'a dyn Method, options: Options) -> Engine<'a> {
+        Engine::new(Box::new(CpuForward::new(&self.decoder).unwrap()), method, options)
+    }
+}
+
+fn options(budget: Budget, kv: KvType) -> Options {
+    Options {
+        sinks: 2,
+        window: 4,
+        budget,
+        kv,
+        packed: Center::Median.into(),
+        granule: 64,
+    }
+}
+
+/// What a sequence alone computes: its logits after the prompt and after each of `steps` tokens.
+fn alone(mut session: Session, ids: &[u32], steps: usize) -> Vec<Array1<f32>> {
+    let (prompt, tokens) = ids.split_at(ids.len() - steps);
+    let mut logits = vec![session.prefill(prompt).unwrap()];
+    logits.extend(tokens.iter().map(|id| session.step(*id).unwrap()));
+    logits
+}
+
+/// Sequences of different lengths, of which one is opened later and one is closed earlier, give what each gives alone.
+#[test]
+fn sequences_that_are_stepped_together_do_not_touch_each_other() {
+    for model in Model::all() {
+        for name in ["full", "topk", "wpq", "lfps", "selfindex"] {
+            let method = MethodName::named(name).unwrap();
+            let (budget, kv) = (Budget::Count(9), KvType::Bf16);
+            let prompts = [30, 57, 41].map(|n| &model.ids[n - 20..n + 10]);
+            let steps = [10, 10, 4];
+            let expected: Vec<_> = (0..3)
+                .map(|i| {
+                    alone(
+                        model.session(method, budget, kv, 64),
+                        &prompts[i][..20 + steps[i]],
+                        steps[i],
+                    )
+                })
+                .collect();
+            let prepared = model.prepared(method);
+            let mut engine = model.engine(prepared.as_ref(), options(budget, kv));
+            let mut open = |engine: &mut Engine, i: usize| {
+                let id = engine.open(1).unwrap();
+                assert_eq!(engine.prefill(id, &prompts[i][..20]).unwrap(), expected[i][0]);
+                id
+            };
+            let (first, last) = (open(&mut engine, 0), open(&mut engine, 2));
+            let token = |i: usize, step: usize| prompts[i][20 + step];
+            for step in 0..4 {
+                // The order of the tokens is the caller's, not that in which sequences were opened.
+                let fed = [(last, token(2, step)), (first, token(0, step))];
+                let logits = engine.step(&fed).unwrap();
+                assert_eq!(logits[0], expected[2][step + 1], "{name}, step {step}");
+                assert_eq!(logits[1], expected[0][step + 1], "{name}, step {step}");
+            }
+            engine.close(last).unwrap();
+            let second = open(&mut engine, 1);
+            for step in 0..6 {
+                let fed = [(first, token(0, step + 4)), (second, token(1, step))];
+                let logits = engine.step(&fed).unwrap();
+                assert_eq!(logits[0], expected[0][step + 5], "{name}, step {step}");
+                assert_eq!(logits[1], expected[1][step + 1], "{name}, step {step}");
+            }
+            assert_eq!(engine.positions(first).unwrap(), 30);
+            let mut session = model.session(method, budget, kv, 64);
+            session.prefill(&prompts[0][..20]).unwrap();
+            (0..10).for_each(|step| drop(session.step(token(0, step)).unwrap()));
+            assert_eq!(engine.counts(first).unwrap(), session.counts().unwrap(), "{name}");
+            assert_eq!(engine.shares(first).unwrap().read, session.shares().unwrap().read);
+        }
+    }
+}
+
+/// From five tokens on, the model's sums are added in another order: logits differ in their last bits.
+#[test]
+fn many_sequences_give_nearly_what_each_gives_alone() {
+    for model in Model::all() {
+        let method = MethodName::named("full").unwrap();
+        let (budget, kv) = (Budget::Fraction(1.0), KvType::F32);
+        let prepared = model.prepared(method);
+        let mut engine = model.engine(prepared.as_ref(), options(budget, kv));
+        let prompts: Vec<&[u32]> = (0..7).map(|i| &model.ids[i..i + 12 + 3 * i]).collect();
+        let ids: Vec<SequenceId> = prompts
+            .iter()
+            .map(|prompt| {
+                let id = engine.open(40).unwrap();
+                engine.prefill(id, prompt).unwrap();
+                id
+            })
+            .collect();
+        let fed: Vec<(SequenceId, u32)> = ids.iter().map(|id| (*id, model.ids[5])).collect();
+        let together = engine.step(&fed).unwrap();
+        for (prompt, logits) in prompts.iter().zip(&together) {
+            let ids = [*prompt, &model.ids[5..6]].concat();
+            let expected = &alone(model.session(method, budget, kv, 64), &ids, 1)[1];
+            let error = relative_error(logits, expected);
+            assert!(error < 1e-4, "{error}");
+        }
+    }
+}
+
+#[test]
+fn what_an_engine_cannot_do_is_refused_and_changes_nothing() {
+    let model = Model::all().next().unwrap();
+    let prepared = model.prepared(MethodName::named("topk").unwrap());
+    let options = options(Budget::Count(9), KvType::Bf16);
+    let mut engine = model.engine(prepared.as_ref(), options);
+    let [a, b] = [(); 2].map(|()| engine.open(32).unwrap());
+    engine.prefill(a, &model.ids[..20]).unwrap();
+    engine.prefill(b, &model.ids[..25]).unwrap();
+    engine.close(b).unwrap();
+    let vocab = u32::try_from(model.decoder.config.vocab_size).unwrap();
+    for (fed, said) in [
+        (vec![(a, 1), (b, 1)], "is not open"),
+        (vec![(a, 1), (a, 2)], "twice"),
+        (vec![(a, vocab)], "vocabulary"),
+    ] {
+        let error = engine.step(&fed).unwrap_err().to_string();
+        assert!(error.contains(said), "{error}");
+    }
+    assert!(engine.close(b).unwrap_err().to_string().contains("is not open"));
+    assert!(
+        engine
+            .prefill(a, &[])
+            .unwrap_err()
+            .to_string()
+            .contains("no tokens")
+    );
+    let error = engine.open(usize::MAX / 2).unwrap_err().to_string();
+    assert!(error.contains("of memory are free"), "{error}");
+    // Cancelled work closes its sequences.
+    let env = Env::default();
+    env.cancel.cancel();
+    let cancelled = env.during(|| engine.prefill(a, &model.ids[..20]));
+    assert_eq!(cancelled.unwrap_err().kind(), Kind::Interrupted);
+    assert_eq!(engine.sequences().count(), 0);
+    let c = engine.open(32).unwrap();
+    let expected = alone(
+        model.session(MethodName::named("topk").unwrap(), options.budget, options.kv, 32),
+        &model.ids[..21],
+        1,
+    );
+    assert_eq!(engine.prefill(c, &model.ids[..20]).unwrap(), expected[0]);
+    assert_eq!(engine.step(&[(c, model.ids[20])]).unwrap()[0], expected[1]);
 }
 
 #[test]

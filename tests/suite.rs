@@ -8,6 +8,7 @@ mod artifact_model;
 mod baselines;
 #[path = "../build/mod.rs"]
 mod build;
+mod cmd_batch;
 mod cmd_bench;
 mod cmd_calibrate;
 mod cmd_chat;

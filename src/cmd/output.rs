@@ -69,13 +69,13 @@ fn is_same(a: &Path, b: &Path) -> bool {
     id(a).is_some_and(|a| Some(a) == id(b))
 }
 
-/// Checks that `path` may be written; see [`create`].
-fn check(path: &Path, inputs: &[&Path], global: &Global) -> Result<()> {
-    let Ok(found) = path.metadata() else {
-        return Ok(());
-    };
+/// Checks that `path` is not one of the `inputs`, nor a file directly in an input folder.
+///
+/// # Errors
+/// It is: exit code 2.
+pub fn check_inputs(path: &Path, inputs: &[&Path]) -> Result<()> {
     let shown = path.display();
-    for input in inputs {
+    for input in inputs.iter().filter(|_| path.exists()) {
         let refused = |what: String| Err(Error::usage(what).hint("choose another name for the output"));
         if is_same(input, path) {
             return refused(format!("{shown} is an input of this command"));
@@ -90,6 +90,16 @@ fn check(path: &Path, inputs: &[&Path], global: &Global) -> Result<()> {
             ));
         }
     }
+    Ok(())
+}
+
+/// Checks that `path` may be written; see [`create`].
+fn check(path: &Path, inputs: &[&Path], global: &Global) -> Result<()> {
+    let Ok(found) = path.metadata() else {
+        return Ok(());
+    };
+    check_inputs(path, inputs)?;
+    let shown = path.display();
     if !found.is_file() || found.len() == 0 {
         return Ok(());
     }

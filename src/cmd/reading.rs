@@ -129,6 +129,11 @@ impl Reading {
         decoder.rounded(self.weights.map(WeightsFlag::quant))
     }
 
+    /// Names the type to which the weights are rounded, if they are.
+    pub(super) fn weights_name(&self) -> Option<&'static str> {
+        self.weights.map(|weights| weights.quant().name())
+    }
+
     /// Returns the artifact's file, if one is given.
     pub(super) fn artifact(&self) -> Option<&PathBuf> {
         self.artifact.as_ref()

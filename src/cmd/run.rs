@@ -1,5 +1,6 @@
 //! `kvsmith run`: generates text with exact or sparse attention, from one prompt or in turns.
 
+mod batch;
 mod choice;
 mod compare;
 mod conversation;
@@ -8,6 +9,7 @@ mod prefer;
 mod report;
 mod stop;
 mod turns;
+mod written;
 
 use std::path::{Path, PathBuf};
 
@@ -31,6 +33,7 @@ use crate::method::Method;
 use crate::method::registry::{FULL, MethodName};
 use crate::model::Decoder;
 use crate::runner::{CpuBackend, Options, Session};
+use batch::{Batch, Prompts, SEQUENCES};
 use choice::{Ask, Choice};
 use compare::Comparison;
 use conversation::{Conversation, End, Reply};
@@ -41,7 +44,7 @@ use turns::Turns;
 #[derive(clap::Args, Debug)]
 #[command(group(clap::ArgGroup::new("input")))]
 #[command(group(
-    clap::ArgGroup::new("source").args(["prompt", "prompt_file", "tokens", "chat"]).required(true).multiple(true)
+    clap::ArgGroup::new("source").args(["prompt", "prompt_file", "tokens", "chat", "batch"]).required(true).multiple(true)
 ))]
 pub struct Args {
     /// Folder of a Hugging Face checkpoint, a GGUF file, or the id of a model in the Hugging Face cache, such as
@@ -57,6 +60,16 @@ pub struct Args {
     /// File with the token ids of the prompt: a JSON array that contains one array (with --chat, one array per turn)
     #[arg(help_heading = "Input", long, value_name = "F", group = "input")]
     tokens: Option<PathBuf>,
+    /// Answer every line of this file, several at a time. Each line is a JSON object with `prompt`, or `messages` for the
+    /// model's chat template, and perhaps `id` and `max_new`. The same command continues a stopped run
+    #[arg(help_heading = "Input", long, value_name = "FILE.jsonl", group = "input", requires = "output", conflicts_with_all = ["chat", "trace", "compare"])]
+    batch: Option<PathBuf>,
+    /// With --batch: file for the replies, a JSON object per line, each written when it ends
+    #[arg(short, long, value_name = "FILE.jsonl", requires = "batch")]
+    output: Option<PathBuf>,
+    /// With --batch: most prompts at a time. Up to 4, a reply is exactly that of a run of its own
+    #[arg(help_heading = "Input", long, value_name = "N", default_value_t = SEQUENCES, value_parser = at_least_one, requires = "batch")]
+    sequences: usize,
     /// Hold a conversation on one KV cache: each line of stdin is a user message, and the prompt, if given, is the
     /// first message
     #[arg(help_heading = "Input", long)]
@@ -137,7 +150,9 @@ impl Args {
 
     /// Lists the files and folders that the command reads.
     fn inputs(&self) -> Vec<&Path> {
-        let files = [&self.prompt_file, &self.tokens].into_iter().flatten();
+        let files = [&self.prompt_file, &self.tokens, &self.batch]
+            .into_iter()
+            .flatten();
         let files = files.chain(self.reading.artifact()).chain([&self.model]);
         files.map(PathBuf::as_path).collect()
     }
@@ -156,39 +171,36 @@ pub fn run(args: &Args, global: &Global) -> Result<()> {
     let device = device_for(device, &decoder, global)?;
     let decoder = args.reading.rounded(decoder, device.as_ref())?;
     let on_cpu = (on_gpu && device.cuda().is_none()).then_some("the model runs on the CPU");
-    let mut turns = Turns::open(args, &decoder, log)?;
     for flag in ["top-k", "top-p", "min-p"] {
         if args.temperature == 0.0 && global.given.iter().any(|given| given == flag) {
             log.warn(&format!("--{flag} has no effect without --temperature"));
         }
     }
-    if !args.stop.is_empty() && turns.tokenizer.is_none() {
-        return Err(
-            Error::usage("--stop needs a tokenizer, but the model has no tokenizer.json")
-                .hint("remove --stop, or add the model's tokenizer.json"),
-        );
-    }
+    let source = Prompted::open(args, &decoder, global)?;
     let open = |path: &PathBuf| args.reading.open(path, &decoder, log);
     let artifact = args.reading.artifact().map(open).transpose()?;
-    if !args.compare.is_empty() {
-        let methods: Vec<MethodName> = args.compare.iter().map(|named| named.method).collect();
-        args.reading.warn_of_unused(&methods, global);
-        let comparison = Comparison {
-            args,
-            global,
-            device: device.as_ref(),
-            decoder: &decoder,
-            artifact: artifact.as_ref(),
-            on_cpu,
-        };
-        return comparison.run(turns);
-    }
+    let source = match source {
+        Prompted::Turns(turns) if !args.compare.is_empty() => {
+            let methods: Vec<MethodName> = args.compare.iter().map(|named| named.method).collect();
+            args.reading.warn_of_unused(&methods, global);
+            let comparison = Comparison {
+                args,
+                global,
+                device: device.as_ref(),
+                decoder: &decoder,
+                artifact: artifact.as_ref(),
+                on_cpu,
+            };
+            return comparison.run(turns);
+        }
+        source => source,
+    };
     let ask = Ask {
         artifact: artifact.as_ref(),
         decoder: &decoder,
         device: device.as_ref(),
     };
-    let choice = Choice::of(args, &ask, turns.known() + args.max_new, global)?;
+    let choice = Choice::of(args, &ask, source.longest(args), global)?;
     args.reading.warn_of_unused(&[choice.method], global);
     if choice.method == FULL && args.budget.is_some() {
         log.warn("--budget has no effect here: full attention reads everything");
@@ -204,58 +216,130 @@ pub fn run(args: &Args, global: &Global) -> Result<()> {
     )?;
     let options = reading.options(choice.budget, choice.kv, artifact.as_ref(), device.as_ref())?;
     note_of_doubts(args, artifact.as_ref(), options.kv, log);
-    // Opened before the weights are loaded, and dropped after the session that writes to it.
-    let create = |path| output::Lines::create(path, &args.inputs(), global);
-    let mut lines = args.trace.as_ref().map(|path| create(path)).transpose()?;
-    loop {
-        let known = turns.known();
-        let (mut session, fallback) = open_session(
+    let ready = Ready {
+        args,
+        global,
+        device: device.as_ref(),
+        decoder: &decoder,
+        artifact: artifact.as_ref(),
+        method: method.as_ref(),
+        options,
+        choice,
+        on_cpu,
+    };
+    match source {
+        Prompted::Turns(turns) => ready.converse(turns),
+        Prompted::Batch(prompts) => Batch(&ready).run(prompts),
+    }
+}
+
+/// Where the prompts come from.
+enum Prompted<'a> {
+    /// One prompt, or the turns of a conversation.
+    Turns(Turns<'a>),
+    /// The lines of `--batch`.
+    Batch(Prompts),
+}
+
+impl<'a> Prompted<'a> {
+    fn open(args: &Args, decoder: &'a Decoder, global: &Global) -> Result<Self> {
+        if let Some(path) = &args.batch {
+            let prompts = Prompts::read(path, args, decoder)?;
+            prompts.warn(global);
+            return Ok(Self::Batch(prompts));
+        }
+        let turns = Turns::open(args, decoder, global.log())?;
+        if !args.stop.is_empty() && turns.tokenizer.is_none() {
+            return Err(
+                Error::usage("--stop needs a tokenizer, but the model has no tokenizer.json")
+                    .hint("remove --stop, or add the model's tokenizer.json"),
+            );
+        }
+        Ok(Self::Turns(turns))
+    }
+
+    /// Returns how many positions the longest context is expected to have.
+    fn longest(&self, args: &Args) -> usize {
+        match self {
+            Self::Turns(turns) => turns.known() + args.max_new,
+            Self::Batch(prompts) => prompts.longest(),
+        }
+    }
+}
+
+/// What prompts are answered with.
+struct Ready<'a> {
+    args: &'a Args,
+    global: &'a Global,
+    device: &'a dyn Device,
+    decoder: &'a Decoder,
+    artifact: Option<&'a Artifact>,
+    method: &'a dyn Method,
+    options: Options,
+    choice: Choice,
+    /// What to say if the model runs on the CPU although there is a GPU.
+    on_cpu: Option<&'static str>,
+}
+
+impl Ready<'_> {
+    /// Answers one prompt, or the turns of a conversation.
+    fn converse(&self, mut turns: Turns) -> Result<()> {
+        let Ready {
             args,
             global,
-            device.as_ref(),
-            &decoder,
-            method.as_ref(),
+            decoder,
+            method,
             options,
-            known,
-        )?;
-        let of_device = [on_cpu, fallback].into_iter().flatten().map(str::to_owned);
-        if let Some(lines) = &mut lines {
-            session.trace(std::io::BufWriter::new(lines));
-        }
-        let mut conversation = Conversation {
-            args,
-            global,
-            kv: options.kv,
-            fallbacks: of_device.chain(in_full(method.as_ref())).collect(),
             choice,
-            artifact: artifact.as_ref(),
-            full_heads: method.full_heads(),
-            session,
-            turns: &mut turns,
-            sampler: Sampler::new(args.sampling(), global.seed),
-            replies: Vec::new(),
-            steps_s: Vec::new(),
-            full_step_s: None,
-        };
-        let end = conversation.run();
-        conversation.session.finish_trace()?;
-        if matches!(end, Ok(End::Reset)) {
-            conversation.note()?;
-            log.note("starting a new conversation");
-            continue;
-        }
-        // The replies so far are reported, however the conversation ended.
-        if end.is_ok() || !conversation.replies.is_empty() {
-            if end.is_ok() {
-                conversation.time_in_full()?;
+            ..
+        } = *self;
+        let log = global.log();
+        // Opened before the weights are loaded, and dropped after the session that writes to it.
+        let create = |path| output::Lines::create(path, &args.inputs(), global);
+        let mut lines = args.trace.as_ref().map(|path| create(path)).transpose()?;
+        loop {
+            let known = turns.known();
+            let (mut session, fallback) =
+                open_session(args, global, self.device, decoder, method, options, known)?;
+            let of_device = [self.on_cpu, fallback].into_iter().flatten().map(str::to_owned);
+            if let Some(lines) = &mut lines {
+                session.trace(std::io::BufWriter::new(lines));
             }
-            conversation.report(device.name())?;
+            let mut conversation = Conversation {
+                args,
+                global,
+                kv: options.kv,
+                fallbacks: of_device.chain(in_full(method)).collect(),
+                choice,
+                artifact: self.artifact,
+                full_heads: method.full_heads(),
+                session,
+                turns: &mut turns,
+                sampler: Sampler::new(args.sampling(), global.seed),
+                replies: Vec::new(),
+                steps_s: Vec::new(),
+                full_step_s: None,
+            };
+            let end = conversation.run();
+            conversation.session.finish_trace()?;
+            if matches!(end, Ok(End::Reset)) {
+                conversation.note()?;
+                log.note("starting a new conversation");
+                continue;
+            }
+            // The replies so far are reported, however the conversation ended.
+            if end.is_ok() || !conversation.replies.is_empty() {
+                if end.is_ok() {
+                    conversation.time_in_full()?;
+                }
+                conversation.report(self.device.name())?;
+            }
+            drop(conversation);
+            return match end {
+                Ok(_) => lines.map_or(Ok(()), output::Lines::finish),
+                Err(e) => Err(e),
+            };
         }
-        drop(conversation);
-        return match end {
-            Ok(_) => lines.map_or(Ok(()), output::Lines::finish),
-            Err(e) => Err(e),
-        };
     }
 }
 

@@ -275,6 +275,7 @@ impl Drop for Progress {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::env::Progress as _;
 
     /// In a prefill of 1,000 tokens and 4 layers, 1,500 units are 375 tokens through all layers.
     #[test]

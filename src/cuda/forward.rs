@@ -196,7 +196,7 @@ impl Forward for CudaForward<'_> {
         Ok(Array1::from(pass.logits.read()?))
     }
 
-    fn step(&self, ids: &[u32], t: usize, attend: &mut Attend) -> Result<Vec<Array1<f32>>> {
+    fn step(&self, ids: &[u32], positions: &[usize], attend: &mut Attend) -> Result<Vec<Array1<f32>>> {
         self.decoder.check_ids(ids)?;
         let (body, n) = (&self.body, ids.len());
         let (driver, s) = (body.driver, body.sizes());
@@ -209,11 +209,12 @@ impl Forward for CudaForward<'_> {
             *space = StepSpace::new(body, n)?;
         }
         let (work, hidden) = (&space.work, &space.hidden);
-        let rotation = Rotation::new(driver, &body.rope, t, 1)?;
+        let rotation = Rotation::of(driver, &body.rope, positions)?;
         space.ids.write(ids)?;
         body.embed(&space.ids, n, hidden)?;
         for (index, weights) in body.layers.iter().enumerate() {
-            let at = RowPositions::At { first: t, apart: 0 };
+            // Row i of the table is for token i.
+            let at = RowPositions::At { first: 0, apart: 1 };
             work.project(weights, hidden, n, n, &rotation, at)?;
             let read = |from: &Buffer<'_, f32>, heads| -> Result<Array3<f32>> {
                 let mut out = Array3::zeros((heads, n, s.head_dim));

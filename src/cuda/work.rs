@@ -40,14 +40,31 @@ impl<'d> Rotation<'d> {
     /// # Errors
     /// Out of memory.
     pub fn new(driver: &'d dyn Driver, rope: &Rope, first: usize, n: usize) -> Result<Self> {
-        let buffer = || Buffer::new(driver, "rotation", n * rope.frequencies().len());
+        Self::filled(driver, rope, first..first + n, first)
+    }
+
+    /// Computes the table for these positions; row i, which counts as position i, is that of the i-th.
+    ///
+    /// # Errors
+    /// Out of memory.
+    pub fn of(driver: &'d dyn Driver, rope: &Rope, positions: &[usize]) -> Result<Self> {
+        Self::filled(driver, rope, positions.iter().copied(), 0)
+    }
+
+    fn filled(
+        driver: &'d dyn Driver,
+        rope: &Rope,
+        positions: impl ExactSizeIterator<Item = usize>,
+        first: usize,
+    ) -> Result<Self> {
+        let buffer = || Buffer::new(driver, "rotation", positions.len() * rope.frequencies().len());
         let rotation = Self {
             cosines: buffer()?,
             sines: buffer()?,
             first,
         };
         if driver.has_memory() {
-            let table: RopeTable = rope.table(first..first + n);
+            let table: RopeTable = rope.table(positions);
             let [cosines, sines] = table.parts();
             rotation.cosines.write(cosines)?;
             rotation.sines.write(sines)?;

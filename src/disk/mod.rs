@@ -7,6 +7,7 @@
 
 mod attempt;
 mod folder;
+mod growing;
 mod output;
 
 use std::fs::File;
@@ -16,6 +17,7 @@ use std::path::{Path, PathBuf};
 
 pub use attempt::{attempt, rename_folder};
 pub use folder::{Folder, FolderKind};
+pub use growing::Growing;
 pub use output::{Output, remove_abandoned};
 
 /// Writes `bytes` from byte `at` of a file on.

@@ -10,7 +10,7 @@ use ndarray::{Array1, Array2, Array3, ArrayView1, ArrayView2, ArrayViewMut2, Arr
 use rayon::prelude::*;
 
 use super::decoder::Decoder;
-use super::layer::{Layer, States, rotate, rotated, rotated_to};
+use super::layer::{Layer, States, rotate, rotated, rotated_rows};
 use crate::compute::attention;
 use crate::env;
 use crate::error::{Error, Result};
@@ -96,9 +96,12 @@ pub trait Forward: Send + Sync {
     /// An empty prompt, an id outside the vocabulary, activations that are not finite.
     fn prompt(&self, ids: &[u32], first: usize, cache: &mut Cache, done: &mut Done) -> Result<Array1<f32>>;
 
-    /// Runs one token per trajectory, all at position `t`, and returns the logits after each, `[vocab]`.
-    /// `attend` is called once per layer.
-    fn step(&self, ids: &[u32], t: usize, attend: &mut Attend) -> Result<Vec<Array1<f32>>>;
+    /// Runs one token per trajectory, each at its position, and returns the logits after each, `[vocab]`. `attend` is called
+    /// once per layer.
+    ///
+    /// On the CPU, the weights are read once for all tokens. With up to four tokens, the bits of a trajectory's logits do not
+    /// depend on the other tokens; with more, sums are added in another order.
+    fn step(&self, ids: &[u32], positions: &[usize], attend: &mut Attend) -> Result<Vec<Array1<f32>>>;
 }
 
 /// A model whose layers are opened one at a time.
@@ -162,8 +165,8 @@ impl<T: Forward + ?Sized> Forward for &T {
         (**self).prompt(ids, first, cache, done)
     }
 
-    fn step(&self, ids: &[u32], t: usize, attend: &mut Attend) -> Result<Vec<Array1<f32>>> {
-        (**self).step(ids, t, attend)
+    fn step(&self, ids: &[u32], positions: &[usize], attend: &mut Attend) -> Result<Vec<Array1<f32>>> {
+        (**self).step(ids, positions, attend)
     }
 }
 
@@ -215,15 +218,15 @@ impl Forward for CpuForward<'_> {
         self.decoder.logits(hidden.row(m - 1))
     }
 
-    fn step(&self, ids: &[u32], t: usize, attend: &mut Attend) -> Result<Vec<Array1<f32>>> {
+    fn step(&self, ids: &[u32], positions: &[usize], attend: &mut Attend) -> Result<Vec<Array1<f32>>> {
         let mut hidden = self.decoder.embed(ids)?;
-        let tables = self.decoder.ropes.tables(t..t + 1);
+        let tables = self.decoder.ropes.tables(positions.iter().copied());
         for (index, layer) in self.layers.iter().enumerate() {
             let states = layer.project(hidden.view());
             let table = tables.of(index);
             let rows = Rows {
-                q_rope: rotated_to(&states.q_pre, table, 0),
-                k_rope: rotated_to(&states.k_pre, table, 0),
+                q_rope: rotated_rows(&states.q_pre, table),
+                k_rope: rotated_rows(&states.k_pre, table),
                 q_pre: states.q_pre,
                 k_pre: states.k_pre,
                 v: states.v,

@@ -257,6 +257,17 @@ pub fn rotated_to(x: &Array3<f32>, table: &RopeTable, at: usize) -> Array3<f32> 
     y
 }
 
+/// Returns a copy of `[heads, m, d]` with row i rotated by the i-th position of the table, on the calling thread.
+pub fn rotated_rows(x: &Array3<f32>, table: &RopeTable) -> Array3<f32> {
+    let mut y = x.clone();
+    for mut head in y.outer_iter_mut() {
+        for (row, mut vector) in head.rows_mut().into_iter().enumerate() {
+            table.rotate(elements_mut(&mut vector), row);
+        }
+    }
+    y
+}
+
 /// Rotates `[heads, m, d]` in place; row i by the i-th position of the table.
 pub fn rotate(x: &mut Array3<f32>, table: &RopeTable) {
     x.axis_iter_mut(Axis(0)).into_par_iter().for_each(|mut head| {

@@ -4,8 +4,6 @@
 
 mod config;
 
-use std::ops::Range;
-
 pub use config::{RopeConfig, RopeScaling, SUPPORTED_ROPES};
 use ndarray::{Array2, ArrayViewMut1};
 use rayon::prelude::*;
@@ -70,11 +68,12 @@ impl Rope {
         }
     }
 
-    /// Computes the cosines and sines of a range of positions.
-    pub fn table(&self, positions: Range<usize>) -> RopeTable {
+    /// Computes the cosines and sines of positions, such as a range.
+    pub fn table(&self, positions: impl IntoIterator<Item = usize>) -> RopeTable {
         let half = self.inv_freq.len();
-        let mut cos = Vec::with_capacity(positions.len() * half);
-        let mut sin = Vec::with_capacity(positions.len() * half);
+        let positions = positions.into_iter();
+        let floats = positions.size_hint().0 * half;
+        let (mut cos, mut sin) = (Vec::with_capacity(floats), Vec::with_capacity(floats));
         for p in positions {
             for w in &self.inv_freq {
                 // The angle is rounded to f32, as in the models; its sine and cosine are not rounded further.
@@ -206,8 +205,8 @@ impl Ropes {
         }
     }
 
-    /// Computes the cosines and sines of a range of positions.
-    pub fn tables(&self, positions: Range<usize>) -> PerLayer<RopeTable> {
+    /// Computes the cosines and sines of positions, such as a range.
+    pub fn tables(&self, positions: impl IntoIterator<Item = usize> + Clone) -> PerLayer<RopeTable> {
         self.map(|rope| rope.table(positions.clone()))
     }
 }

@@ -363,27 +363,29 @@ impl<'a> Evaluation<'a> {
         let (variants, reports, options) = (&self.variants, &mut self.reports, &self.options);
         let (t, step, heads) = (fed.len, fed.steps, &mut fed.heads);
         let blocks = &self.forward.decoder().config.blocks;
-        let logits = self.forward.step(ids, t, &mut |layer, rows, mut out| {
-            let group = rows.q_rope.len_of(Axis(0)) / heads[layer].len();
-            let set = StaticSet::at(t, blocks[layer].window, options.sinks, options.window);
-            let input = StepInput {
-                rows,
-                group,
-                step,
-                set: &set,
-                variants,
-                options,
-            };
-            let steps: Vec<HeadStep> = heads[layer]
-                .par_iter_mut()
-                .zip(out.axis_chunks_iter_mut(Axis(1), group))
-                .enumerate()
-                .map(|(c, (head, out))| head.step(&input, c, out))
-                .collect();
-            let steps: Vec<&HeadStep> = steps.iter().collect();
-            tally(reports, &mut shares, layer, turn, &set, group, &steps);
-            Ok(())
-        })?;
+        let logits = self
+            .forward
+            .step(ids, &vec![t; ids.len()], &mut |layer, rows, mut out| {
+                let group = rows.q_rope.len_of(Axis(0)) / heads[layer].len();
+                let set = StaticSet::at(t, blocks[layer].window, options.sinks, options.window);
+                let input = StepInput {
+                    rows,
+                    group,
+                    step,
+                    set: &set,
+                    variants,
+                    options,
+                };
+                let steps: Vec<HeadStep> = heads[layer]
+                    .par_iter_mut()
+                    .zip(out.axis_chunks_iter_mut(Axis(1), group))
+                    .enumerate()
+                    .map(|(c, (head, out))| head.step(&input, c, out))
+                    .collect();
+                let steps: Vec<&HeadStep> = steps.iter().collect();
+                tally(reports, &mut shares, layer, turn, &set, group, &steps);
+                Ok(())
+            })?;
         if logits.len() != ids.len() {
             return Err(Error::failed(
                 "internal: a step gave logits for some of the trajectories alone",

@@ -1,8 +1,11 @@
 //! Inference: exact prefill, then decode steps that attend a static set and what a method selects.
 
+mod caches;
 mod cpu;
+mod engine;
 pub mod eval;
 mod head;
+mod room;
 mod session;
 mod shares;
 mod trace;
@@ -13,6 +16,7 @@ use crate::kv::{Budget, KvType};
 use crate::method::Place;
 use crate::model::ModelConfig;
 pub use cpu::{CpuBackend, FilledHead};
+pub use engine::{Engine, SequenceId};
 pub(crate) use head::attend;
 pub use session::{Backend, Session, StepAt};
 pub(crate) use shares::add_rows;

@@ -2,20 +2,18 @@
 
 use std::time::Instant;
 
-use super::stop::StopText;
 use super::turns::{Turn, Turns};
+use super::written::Written;
 use super::{Args, Choice};
 use crate::artifact::Artifact;
 use crate::cmd::args::Global;
 use crate::cmd::print;
 use crate::cmd::reading::Reading;
 use crate::cmd::signals;
-use crate::env;
 use crate::error::{Error, Kind, Result};
 use crate::kv::KvType;
 use crate::kv::sample::Sampler;
 use crate::method::registry::FULL;
-use crate::model::tokenizer::TextStream;
 use crate::runner::Session;
 use crate::wording::{counted, size};
 
@@ -271,7 +269,7 @@ impl Conversation<'_, '_> {
             _ if self.global.json => Ok(()),
             text => print(text),
         };
-        let mut stream = TextStream::new(self.turns.tokenizer.as_ref());
+        let mut written = Written::new(self.args, self.turns.tokenizer.as_ref());
         let start = Instant::now();
         let log = self.global.log();
         let progress = log.prefill_progress(prompt.len(), self.turns.config().n_layers());
@@ -289,39 +287,21 @@ impl Conversation<'_, '_> {
             ));
         }
         let start = Instant::now();
-        let mut ids = Vec::new();
         let mut stop = Stop::Length;
-        let mut text = StopText::new(&self.args.stop);
-        let context = self.turns.config().max_position_embeddings;
-        while ids.len() < self.args.max_new {
-            ids.push(next);
+        while written.ids.len() < self.args.max_new {
             self.sampler.observe(&[next]);
-            show(&text.push(&stream.push(next)?))?;
-            if text.is_found() {
-                stop = Stop::Text;
-                break;
-            }
-            if !self.args.ignore_eos && self.turns.config().is_stop_token(next) {
-                stop = Stop::Token;
-                break;
-            }
-            if ids.len() == self.args.max_new {
-                break;
-            }
-            if env::is_cancelled() {
-                stop = Stop::Interrupted;
-                break;
-            }
-            if self.session.positions() >= context && !self.args.beyond_context {
-                stop = Stop::Context;
+            let (config, positions) = (self.turns.config(), self.session.positions());
+            let (text, end) = written.push(next, self.args, config, positions, self.args.max_new)?;
+            show(&text)?;
+            if let Some(end) = end {
+                stop = end;
                 break;
             }
             let step = Instant::now();
             next = self.session.next(next, &mut self.sampler)?;
             self.steps_s.push(step.elapsed().as_secs_f64());
         }
-        show(&text.push(&stream.finish()?))?;
-        let (rest, text) = text.finish();
+        let (rest, ids, text) = written.finish()?;
         show(&rest)?;
         show("\n")?;
         Ok(Reply {
