@@ -143,6 +143,7 @@ check: setup
 	$(CARGO) fmt --check
 	$(CARGO) fmt --check --manifest-path fuzz/Cargo.toml
 	$(CARGO) clippy --locked --all-targets -- -D warnings
+	CARGO="$(CARGO)" sh scripts/features.sh
 	RUSTDOCFLAGS="-D warnings" $(CARGO) doc --locked --no-deps
 	@command -v g++ >/dev/null || echo "note: without g++ the fuzz targets are not compiled" >&2
 	! command -v g++ >/dev/null || $(CARGO) check --locked --manifest-path fuzz/Cargo.toml --target-dir target

@@ -1,9 +1,10 @@
 //! kvsmith calibrates, packages and runs sparse KV-cache retrieval for Hugging Face checkpoints.
 //!
-//! The modules, from the ground up; each uses those above it in this list and none below:
+//! The modules, from the ground up; each uses those above it in this list and none below. The last is the command line,
+//! behind the feature `cli`: nothing below it prints, reads flags or handles signals ([`env`] is what it asks of its host).
 //!
-//! 1. [`error`], [`interrupt`], [`mapped`], [`unfinished`], [`progress`], [`sandbox`], [`numbers`], [`parameters`], [`float`], [`heap`],
-//!    [`quant`], [`weight`]: the ground;
+//! 1. [`error`], [`env`], [`mapped`], [`unfinished`], [`sandbox`], [`numbers`], [`parameters`], [`wording`], [`float`],
+//!    [`heap`], [`quant`], [`weight`]: the ground;
 //! 2. [`disk`]: every change that the program makes on a disk; [`store`]: safetensors files;
 //! 3. [`compute`]: arithmetic kernels and the devices that run them;
 //! 4. [`kv`]: the key-value cache, the budget and the static set;
@@ -14,7 +15,7 @@
 //! 9. [`method`]: the retrieval methods, one file or folder per paper, each with its calibration;
 //! 10. [`runner`]: prefill and sparse decode, and what methods lose;
 //! 11. [`cuda`]: the model, prompts and decode steps on an NVIDIA GPU;
-//! 12. [`cmd`] and [`cli`]: the subcommands.
+//! 12. `cmd` and `cli`: the subcommands.
 
 pub mod artifact;
 pub mod capture;

@@ -113,9 +113,9 @@ fn replies_are_those_of_single_runs() {
                 .values()
                 .map(|reply| reply["ids"].as_array().unwrap().len())
                 .sum();
-            assert_eq!(document["replies"], json!(PROMPTS.len()));
+            assert_eq!(document["batch"]["replies"], json!(PROMPTS.len()));
             assert_eq!(
-                (&document["tokens"], &document["skipped"]),
+                (&document["batch"]["tokens"], &document["batch"]["skipped"]),
                 (&json!(tokens), &json!(0))
             );
         }
@@ -153,7 +153,7 @@ fn lines_that_cannot_be_answered_are_named_and_counted() {
     }
     let document = outcome.json();
     assert_eq!(
-        (&document["replies"], &document["skipped"]),
+        (&document["batch"]["replies"], &document["batch"]["skipped"]),
         (&json!(2), &json!(7))
     );
     let replies = replies(&out);
@@ -201,7 +201,11 @@ fn a_stopped_batch_goes_on() {
             .filter(|line| serde_json::from_str::<Value>(line).is_ok())
             .count();
         let again = kvsmith(&run).json();
-        assert_eq!(again["already_answered"], json!(whole_lines), "{kind}:{at}");
+        assert_eq!(
+            again["batch"]["already_answered"],
+            json!(whole_lines),
+            "{kind}:{at}"
+        );
         assert_eq!(replies(&out), expected, "{kind}:{at}");
         let later = std::fs::read_to_string(&out).unwrap();
         let kept: Vec<&str> = earlier.lines().take(whole_lines).collect();
@@ -233,7 +237,7 @@ fn replies_of_other_settings_and_other_files_are_not_mixed() {
     // With the same settings, there is nothing to do.
     let again = kvsmith(&batch.command(&input, &out, "--json")).json();
     assert_eq!(
-        (&again["replies"], &again["already_answered"]),
+        (&again["batch"]["replies"], &again["batch"]["already_answered"]),
         (&json!(0), &json!(6))
     );
     assert_eq!(std::fs::read_to_string(&out).unwrap(), before);

@@ -103,7 +103,7 @@ fn compare(command: &str, documents: &[Value]) {
     }
     let missing: Vec<&String> = own.keys().filter(|key| !seen.contains(*key)).collect();
     assert!(missing.is_empty(), "{command} does not print {missing:?}");
-    let writes = !is_open && !["run", "eval", "plan", "status"].contains(&command);
+    let writes = !is_open && !["eval", "plan", "status"].contains(&command);
     assert_eq!(seen.contains("output"), writes, "{command}");
     assert!(
         command.starts_with("bench") || seen.contains("device"),
@@ -120,6 +120,8 @@ fn every_command_prints_what_the_page_says() {
     let needles =
         json!({ "prompt_tokens": documents(&[40], 3)[0], "answer_tokens": [7], "task": "one", "length": 40 });
     let needles = scratch.write("needles.jsonl", needles.to_string());
+    let bundled = root().join("calib-data/model").display().to_string();
+    let batch = scratch.write("batch.jsonl", json!({ "prompt": "One prompt" }).to_string());
     let path = |name: &str| scratch.path(name);
     let json = |command: &str| kvsmith(&format!("{command} --json -q")).json();
     let dump = path("dump");
@@ -213,6 +215,10 @@ fn every_command_prints_what_the_page_says() {
             chat,
             json(&format!(
                 "run --model {model} --artifact {art} --compare full,wpq --tokens {prompt} --max-new 2"
+            )),
+            json(&format!(
+                "run --model {bundled} --method full --batch {batch} --max-new 2 -o {}",
+                path("replies")
             )),
         ],
     );

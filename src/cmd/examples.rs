@@ -33,6 +33,7 @@ pub const EXAMPLES: [(&str, &[&str]); 14] = [
         &[
             "kvsmith run --model Qwen/Qwen3-0.6B --artifact art.safetensors --chat",
             "kvsmith run --model Qwen/Qwen3-0.6B --artifact art.safetensors --method wpq --budget 6% --prompt-file long.txt",
+            "kvsmith run --model Qwen/Qwen3-0.6B --artifact art.safetensors --batch prompts.jsonl -o replies.jsonl",
         ],
     ),
     (

@@ -382,12 +382,14 @@ impl Batch<'_> {
         if !global.json {
             return Ok(());
         }
-        let document = json!({
-            "output": path.display().to_string(), "device": self.0.device.name(), "method": self.0.choice.name(),
-            "budget": self.0.choice.budget.value(), "kv": self.0.options.kv.as_str(), "sequences": args.sequences,
-            "replies": made.replies, "already_answered": resumed, "skipped": skipped,
+        let batch = json!({
+            "method": self.0.choice.name(), "budget": self.0.choice.budget.value(), "kv": self.0.options.kv.as_str(),
+            "sequences": args.sequences, "replies": made.replies, "already_answered": resumed, "skipped": skipped,
             "prompt_tokens": made.prompt_tokens, "tokens": made.tokens, "seconds": seconds,
             "bytes_read_fraction": self.fraction(&made.counts),
+        });
+        let document = json!({
+            "output": path.display().to_string(), "device": self.0.device.name(), "batch": batch,
         });
         print_json(global, &document)
     }
