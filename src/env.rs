@@ -12,6 +12,7 @@
 //! assert!(env::check().is_ok()); // other work goes on
 //! ```
 
+use std::any::Any;
 use std::cell::RefCell;
 use std::ops::ControlFlow;
 use std::sync::Arc;
@@ -41,6 +42,12 @@ pub trait Reporter: Sync {
         let _ = (total, unit);
         Box::new(Silent)
     }
+
+    /// A result is being saved: until the returned value is dropped, the host should not end the process for work that takes
+    /// long to stop.
+    fn saving(&self) -> Box<dyn Any> {
+        Box::new(())
+    }
 }
 
 /// The progress of one piece of work; it ends when this is dropped.
@@ -63,6 +70,11 @@ pub trait Progress {
 
     /// Tells something in a line of its own.
     fn line(&self, text: &str) {
+        let _ = text;
+    }
+
+    /// Tells a detail in a line of its own.
+    fn detail(&self, text: &str) {
         let _ = text;
     }
 }

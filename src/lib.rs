@@ -15,9 +15,11 @@
 //! 9. [`method`]: the retrieval methods, one file or folder per paper, each with its calibration;
 //! 10. [`runner`]: prefill and sparse decode, and what methods lose;
 //! 11. [`cuda`]: the model, prompts and decode steps on an NVIDIA GPU;
-//! 12. `cmd` and `cli`: the subcommands.
+//! 12. [`machine`]: a device, and how models run on it; [`calibration`]: from a model and text to an artifact with a verdict;
+//! 13. `cmd` and `cli`: the subcommands.
 
 pub mod artifact;
+pub mod calibration;
 pub mod capture;
 #[cfg(feature = "cli")]
 pub mod cli;
@@ -33,6 +35,7 @@ pub mod error;
 pub mod float;
 pub mod heap;
 pub mod kv;
+pub mod machine;
 pub mod mapped;
 pub mod method;
 pub mod model;

@@ -7,7 +7,7 @@ use std::path::PathBuf;
 use crate::source::{Module, Tree};
 
 /// The floors from the ground up, with the modules of each. A module belongs where its longest prefix stands.
-const FLOORS: [&[&str]; 12] = [
+const FLOORS: [&[&str]; 13] = [
     &[
         "error",
         "heap",
@@ -34,6 +34,7 @@ const FLOORS: [&[&str]; 12] = [
     &["method"],
     &["runner"],
     &["cuda"],
+    &["machine", "calibration"],
     // The crate's root declares modules alone; `main.rs` is beside it.
     &["", "cli", "cmd"],
 ];

@@ -19,8 +19,8 @@ use crate::compute::{self, Workload};
 use crate::compute::{DeviceKind, Precision};
 use crate::corpus::{self, TextFiles};
 use crate::error::{Error, Result};
+use crate::machine::Machine;
 use crate::model::folder;
-use crate::stats::moments::Position;
 
 /// Options of every command.
 #[derive(Args, Clone, Debug)]
@@ -76,6 +76,16 @@ impl Global {
             _ => Verbosity::Normal,
         };
         Log { verbosity }
+    }
+
+    /// Returns the machine of a device that [`Global::open_device`] opened.
+    pub fn machine<'a>(&self, device: &'a dyn compute::device::Device, log: &'a Log) -> Machine<'a> {
+        Machine {
+            device,
+            falls_back: self.device == DeviceKind::Auto,
+            precision: self.precision,
+            reporter: log,
+        }
     }
 
     /// Opens the device for the heavy operations of calibration; `auto` takes an NVIDIA GPU if there is one that has
@@ -296,25 +306,6 @@ impl Input {
             uuid_tokens: self.uuid_tokens,
             holdout: self.holdout,
             seed,
-        }
-    }
-}
-
-/// How keys and queries are rotated for retrieval.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, clap::ValueEnum)]
-pub enum RopeKind {
-    /// Keys before rotation, and queries rotated to one relative position (WRoPE).
-    Windowed,
-    /// Keys and queries rotated to their own positions.
-    Standard,
-}
-
-impl RopeKind {
-    /// Returns the position that queries are rotated to; windowed RoPE takes `b`.
-    pub fn position(self, b: usize) -> Position {
-        match self {
-            Self::Windowed => Position::Windowed(b),
-            Self::Standard => Position::Own,
         }
     }
 }

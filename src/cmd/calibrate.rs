@@ -1,40 +1,27 @@
 //! `kvsmith calibrate`: makes an artifact from a checkpoint and text; each layer is fitted while its states are in
 //! memory.
 
-mod layers;
-pub mod plan;
-pub mod stages;
-
 use std::path::{Path, PathBuf};
 
-use indicatif::HumanCount;
 use serde_json::{Value, json};
 
-use self::layers::CalibrationRun;
-use self::plan::{JudgedRows, query_rows};
-use self::stages::Stages;
+use super::parameters::choice;
 use super::sections::{SectionFlags, section_flags};
-use super::verdict::{self, Judging, VerdictFlags};
-use super::{
-    check_wrope_position, finish, layers_on, load_texts, model_manifest, open_model, output, wrope_position,
-};
-use crate::artifact::{self, Artifact, Fit, FitInput, Section};
-use crate::cmd::args::{Global, Input, RopeKind, model_folder};
+use super::verdict::{self, VerdictFlags};
+use super::{check_wrope_position, finish, load_texts, open_model, output};
+use crate::artifact::Fit;
+use crate::calibration::verdict::VerdictSettings;
+use crate::calibration::{self, Calibration, RopeKind, Work};
+use crate::cmd::args::{Global, Input, model_folder};
 use crate::cmd::flags::{parse_count, parse_positive_count};
-use crate::cmd::signals::Saving;
 use crate::cmd::terminal::{Log, columns};
 use crate::compute::Workload;
 use crate::compute::device::Device;
-use crate::corpus::{Corpus, Origin, Reserve};
-use crate::disk::Output;
 use crate::error::{Error, Kind, Result};
 use crate::heap;
-use crate::method::a2ats::{self, LONGEST_CONTEXT};
+use crate::method::a2ats;
 use crate::model::ModelConfig;
-use crate::runner::verdict::{Material, Wanted};
-use crate::stats::moments::Position;
-use crate::wording::wrapped;
-use crate::work::WorkFolder;
+use crate::wording::{grouped, wrapped};
 
 /// Arguments of `calibrate`.
 #[derive(clap::Args, Clone, Debug)]
@@ -73,7 +60,7 @@ pub struct Settings {
     #[arg(help_heading = "Section a2ats", long, value_name = "P", value_parser = parse_count)]
     pub wrope_position: Option<usize>,
     /// For a2ats: rotation of keys and queries
-    #[arg(help_heading = "Section a2ats", long, value_enum, default_value_t = RopeKind::Windowed)]
+    #[arg(help_heading = "Section a2ats", long, value_parser = choice::<RopeKind>(), value_name = "ROPE", default_value_t = RopeKind::Windowed)]
     pub rope: RopeKind,
     /// For a2ats: length of the contexts for which the number of codewords is chosen, in tokens; blocks of text do not
     /// become longer by it (default: the model's context, at most 32768)
@@ -106,75 +93,27 @@ impl Args {
 }
 
 impl Settings {
-    /// Prepares the fits for a text.
-    ///
-    /// # Errors
-    /// Flags out of range, too little text.
-    pub fn fits(
-        &self,
-        config: &ModelConfig,
-        text: &Corpus,
-        kept: &[bool],
-        seed: u64,
-        log: Log,
-    ) -> Result<Vec<Box<dyn Fit>>> {
-        self.sections.fits(&FitInput {
-            seed,
-            position: self.position(config),
-            block_start: &text.block_start,
-            seq_len: text.seq_len,
-            kept,
-            windows: &config.windows(),
-            head_dim: config.sizes().head_dim,
-            codewords: self.codewords(config, kept),
-            reporter: &log,
-        })
+    /// Returns what decides the artifact, besides model and text.
+    pub fn plain(&self, global: &Global) -> calibration::Settings {
+        calibration::Settings {
+            seed: global.seed,
+            wrope_position: self.wrope_position,
+            rope: self.rope,
+            context: self.context,
+            sections: self.sections.0.clone(),
+            verdict: (!self.no_verdict).then(|| self.verdict.settings()),
+        }
     }
+}
 
-    /// Returns the position to which queries are rotated.
-    fn position(&self, config: &ModelConfig) -> Position {
-        self.rope.position(wrope_position(self.wrope_position, config))
-    }
-
-    /// Returns the length of the contexts for which the number of codewords is chosen.
-    fn context(&self, config: &ModelConfig) -> usize {
-        let own = config.max_position_embeddings.min(LONGEST_CONTEXT);
-        self.context.unwrap_or(own)
-    }
-
-    /// Returns the number of codewords per KV head for a text of which the fits use the rows in `kept`.
-    pub fn codewords(&self, config: &ModelConfig, kept: &[bool]) -> usize {
-        let kept = kept.iter().filter(|kept| **kept).count();
-        let chosen = || a2ats::codewords(self.context(config), kept);
-        self.sections.codewords.unwrap_or_else(chosen)
-    }
-
-    /// Describes what this number of codewords takes of the bytes of a cache.
-    pub fn size_text(&self, config: &ModelConfig, codewords: usize) -> String {
-        let context = self.context(config);
-        format!(
-            "{codewords} codewords per KV head, {:.1}% of the bytes of {} positions",
-            100.0 * a2ats::share_of_bytes(codewords, context),
-            HumanCount(context as u64)
-        )
-    }
-
-    /// Returns how many texts the verdict wants; `None` without a verdict.
-    pub fn wanted(&self) -> Option<Wanted> {
-        (!self.no_verdict).then(|| self.verdict.wanted())
-    }
-
-    /// Collects the texts of the verdict; `None` if there is none.
-    pub fn material(&self, text: &Corpus, reserve: &Reserve) -> Option<Material> {
-        let wanted = !self.no_verdict;
-        wanted.then(|| self.verdict.material(text, reserve)).flatten()
-    }
-
-    /// Counts what the verdict will decode.
-    pub fn judged_rows(&self, fits: &[Box<dyn Fit>], material: Option<&Material>) -> JudgedRows {
-        let rows = |material| JudgedRows::of(material, self.verdict.budgets(fits.len()));
-        material.map(rows).unwrap_or_default()
-    }
+/// Describes what a number of codewords takes of the bytes of a cache.
+pub fn size_text(settings: &calibration::Settings, config: &ModelConfig, codewords: usize) -> String {
+    let context = settings.context(config);
+    format!(
+        "{codewords} codewords per KV head, {:.1}% of the bytes of {} positions",
+        100.0 * a2ats::share_of_bytes(codewords, context),
+        grouped(context)
+    )
 }
 
 /// Runs `calibrate`.
@@ -193,144 +132,63 @@ pub fn run(args: &Args, global: &Global) -> Result<()> {
 }
 
 /// What a calibration reports.
-struct Made {
+struct Reported {
     note: String,
     document: Value,
-    stages: Stages,
-    /// Number of combinations of method and budget that the verdict measured.
-    variants: usize,
 }
 
-/// Runs a calibration whose artifact nobody keeps; returns how long its stages took, and how many combinations of
-/// method and budget its verdict measured.
-///
-/// # Errors
-/// Those of a calibration.
-pub fn time_stages(settings: Settings, output: &Path, global: &Global) -> Result<(Stages, usize)> {
-    let args = Args {
-        output: Some(output.to_owned()),
-        work: None,
-        resume: false,
-        plan: false,
-        settings,
-    };
-    calibrate(&args, global).map(|made| (made.stages, made.variants))
-}
-
-fn calibrate(args: &Args, global: &Global) -> Result<Made> {
+fn calibrate(args: &Args, global: &Global) -> Result<Reported> {
     heap::return_large_allocations();
-    let (log, settings) = (global.log(), &args.settings);
+    let (log, flags) = (global.log(), &args.settings);
+    let settings = flags.plain(global);
     let device = global.open_device(Workload::Model)?;
     let start = std::time::Instant::now();
-    let inputs: Vec<&Path> = settings.input.files().chain([settings.model.as_path()]).collect();
+    let inputs: Vec<&Path> = flags.input.files().chain([flags.model.as_path()]).collect();
     if let Some(work) = &args.work {
         output::check_folder("--work", work, &inputs)?;
         output::check_outside(args.output(), work)?;
     }
     let output = output::create(args.output(), &inputs, global)?;
-    let decoder = open_model(&settings.model, log)?;
+    let decoder = open_model(&flags.model, log)?;
     check_wrope_position(settings.wrope_position, &decoder.config, log);
-    let wanted = settings.wanted();
-    let (corpus, reserve) = load_texts(&settings.model, &decoder.config, &settings.input, wanted, global)?;
-    let material = settings.material(&corpus, &reserve);
-    let kept = corpus.kept();
-    let position = settings.position(&decoder.config);
-    let fits = settings.fits(&decoder.config, &corpus, &kept, global.seed, log)?;
-    note_cpu_parts(device.as_ref(), &fits, log);
-    warn_of_unused(settings, &fits, global);
-    let codewords = settings.codewords(&decoder.config, &kept);
-    if fits.iter().any(|fit| fit.kind().name() == a2ats::SECTION) {
-        log.note(&format!(
-            "codebooks: {} (--size {codewords})",
-            settings.size_text(&decoder.config, codewords)
-        ));
-    }
-    let origin = Origin {
-        model: model_manifest(&settings.model, &decoder, log)?,
-        calibration: corpus.manifest(),
-    };
-    let sizes = origin.model.sizes;
-    let sections = fits
+    let wanted = settings.verdict.as_ref().map(VerdictSettings::wanted);
+    let (corpus, reserve) = load_texts(&flags.model, &decoder.config, &flags.input, wanted, global)?;
+    let machine = global.machine(device.as_ref(), &log);
+    let calibration = Calibration::new(machine, (&decoder, &flags.model), &settings, (&corpus, &reserve))?;
+    note_cpu_parts(device.as_ref(), calibration.fits(), log);
+    warn_of_unused(flags, calibration.fits(), global);
+    let codewords = calibration.codewords();
+    if calibration
+        .fits()
         .iter()
-        .map(|fit| Section::new(fit.as_ref(), sizes, device.as_ref()));
-    let mut sections = sections.collect::<Result<Vec<_>>>()?;
-    let work = open_work(args, global, &origin, &sections)?;
-    let calibration = CalibrationRun {
-        device: device.as_ref(),
-        decoder: &decoder,
-        corpus: &corpus,
-        kept: &kept,
-        position,
-        query_rows: query_rows(&fits),
-        fits,
-        log,
-    };
-    calibration.plan(
-        &sections,
-        &settings.judged_rows(&calibration.fits, material.as_ref()),
-    )?;
-    let layers = layers_on(device.as_ref(), &decoder, global)?;
-    let mut stages = calibration.run(layers.as_ref(), work.as_ref(), &mut sections)?;
-    drop(layers);
-    let fitted = start.elapsed().as_secs_f64();
-    let mut spare = None;
-    let judged = match material.filter(|_| !sections.is_empty()) {
-        None => artifact::write(output, origin, sections).map(|()| None)?,
-        Some(material) => {
-            let judging = Judging {
-                flags: &settings.verdict,
-                global,
-                device: device.as_ref(),
-                decoder: &decoder,
-                folder: &settings.model,
-                material: &material,
-            };
-            let mut judged = None;
-            let (spare, saving) = (&mut spare, &mut None);
-            let draft = Output::create(args.output())?;
-            let mut measure = |artifact: &Artifact| {
-                let outcome = judging.measure(artifact, &mut stages);
-                judged.insert(outcome).as_ref().ok().cloned()
-            };
-            // The layers are in the work folder, or the artifact is kept under another name.
-            let unjudged = || match work {
-                Some(_) => Ok(None),
-                None => {
-                    *saving = Some(Saving::begin());
-                    Output::create(spare.insert(spare_path(args.output()))).map(Some)
-                }
-            };
-            artifact::write_judged(output, draft, origin, sections, &mut measure, unjudged)?;
-            judged
-        }
-    };
-    let seconds = start.elapsed().as_secs_f64();
-    let verdict_seconds = judged.is_some().then_some(seconds - fitted);
-    // The fits took long, so they are kept even if the verdict failed.
-    let verdict = judged
-        .transpose()
-        .map_err(|e| without_verdict(e, args, spare.as_deref()))?;
-    if let Some(work) = work {
-        work.clear();
+        .any(|fit| fit.kind().name() == a2ats::SECTION)
+    {
+        let text = size_text(&settings, &decoder.config, codewords);
+        log.note(&format!("codebooks: {text} (--size {codewords})"));
     }
+    let work = args.work.as_deref();
+    let work = work.map(|dir| Work {
+        dir,
+        resume: args.resume,
+    });
+    let made = calibration.run(output, work)?;
+    let seconds = start.elapsed().as_secs_f64();
+    let verdict_seconds = made.verdict.is_some().then_some(made.seconds[1]);
+    // The fits took long, so they are kept even if the verdict failed.
+    let verdict = made.verdict.transpose();
+    let verdict = verdict.map_err(|e| without_verdict(e, args, made.spare.as_deref()))?;
+    let stages = &made.stages;
     let mut note = format!("wrote {} in {seconds:.1} s", args.output().display());
     note += &format!("\n{}", wrapped(&format!("  {}", stages.text()), columns()));
     if let Some(usual) = verdict.as_ref().and_then(verdict::summary) {
         note += &format!("\n{usual}");
     }
     let document = json!({
-        "artifact": args.output().display().to_string(), "tokens": corpus.n_tokens(), "layers": sizes.n_layers,
-        "codewords": codewords, "seconds": seconds, "verdict_seconds": verdict_seconds, "device": device.name(),
-        "stages": stages.json(),
+        "artifact": args.output().display().to_string(), "tokens": corpus.n_tokens(),
+        "layers": decoder.config.n_layers(), "codewords": codewords, "seconds": seconds,
+        "verdict_seconds": verdict_seconds, "device": device.name(), "stages": stages.json(),
     });
-    Ok(Made {
-        note,
-        document,
-        stages,
-        variants: verdict.map_or(0, |verdict| {
-            verdict.rows.iter().filter(|row| row.measured.is_some()).count()
-        }),
-    })
+    Ok(Reported { note, document })
 }
 
 /// Warns of flags for a verdict or a section that is not made.
@@ -348,21 +206,6 @@ fn warn_of_unused(settings: &Settings, fits: &[Box<dyn Fit>], global: &Global) {
             unused.for_each(|flag| warn(flag, &format!("without section `{section}`")));
         }
     }
-}
-
-/// Returns the name of an artifact that has no verdict yet: that of the output with `.unjudged`, and a number if there is
-/// such a file.
-fn spare_path(output: &Path) -> PathBuf {
-    let stem = output.with_extension("");
-    let stem = stem
-        .file_name()
-        .unwrap_or_default()
-        .to_string_lossy()
-        .into_owned();
-    let name = |number: String| output.with_file_name(format!("{stem}.unjudged{number}.safetensors"));
-    let numbers = std::iter::once(String::new()).chain((2..).map(|i: usize| format!("-{i}")));
-    let mut names = numbers.map(name).filter(|path| !path.exists());
-    names.next().unwrap_or_else(|| name(String::new()))
 }
 
 /// Adds to a verdict's error where the fitted sections are: in the work folder, or in `spare`.
@@ -397,24 +240,4 @@ fn note_cpu_parts(device: &dyn Device, fits: &[Box<dyn Fit>], log: Log) {
             "{parts} run on the CPU; everything else runs on the device"
         ));
     }
-}
-
-/// Opens the work folder, from which a stopped run can be resumed, if one is asked for.
-fn open_work(
-    args: &Args,
-    global: &Global,
-    origin: &Origin,
-    sections: &[Section],
-) -> Result<Option<WorkFolder>> {
-    let Some(dir) = &args.work else {
-        return Ok(None);
-    };
-    let identity = json!({
-        "tool_version": env!("CARGO_PKG_VERSION"), "model": origin.model.fingerprint,
-        "calibration": origin.calibration,
-        "precision": format!("{:?}", global.precision),
-        "sections": sections.iter().map(|s| &s.manifest).collect::<Vec<_>>(),
-    });
-    let n_layers = origin.model.sizes.n_layers;
-    WorkFolder::open(dir, &identity, args.resume, sections, n_layers).map(Some)
 }

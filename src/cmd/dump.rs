@@ -8,10 +8,8 @@ use serde_json::{Value, json};
 
 use super::share::{Share, environment, parse_share_of};
 use super::task::Task;
-use super::{
-    check_wrope_position, device_for, finish, layers_on, load_corpus, model_manifest, open_model, output,
-    wrope_position,
-};
+use super::{check_wrope_position, device_for, finish, load_corpus, open_model, output};
+use crate::calibration::{model_manifest, wrope_position};
 use crate::cmd::args::{Global, Input, model_folder};
 use crate::cmd::flags::{parse_count, parse_float};
 use crate::corpus::{Corpus, Origin};
@@ -84,7 +82,7 @@ fn dump(args: &Args, global: &Global, shard: Option<(usize, usize, &mut Task)>) 
     let mut corpus = load_corpus(&args.model, &decoder.config, &args.input, global)?;
     let mut job = DumpJob {
         origin: Origin {
-            model: model_manifest(&args.model, &decoder, log)?,
+            model: model_manifest(&args.model, &decoder, &log)?,
             calibration: corpus.manifest(),
         },
         options: DumpOptions {
@@ -117,7 +115,7 @@ fn dump(args: &Args, global: &Global, shard: Option<(usize, usize, &mut Task)>) 
         task.begin();
     }
     if let Some(new) = new {
-        let layers = layers_on(device.as_ref(), &decoder, global)?;
+        let layers = global.machine(device.as_ref(), &log).layers(&decoder)?;
         dump::write(layers.as_ref(), device.as_ref(), &corpus, job, new, &log)?;
     }
     let seconds = start.elapsed().as_secs_f64();

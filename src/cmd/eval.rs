@@ -17,9 +17,9 @@ use serde_json::{Value, json};
 use super::args::Global;
 use super::named::Named;
 use super::reading::Reading;
-use super::verdict::ORACLE;
-use super::{device_for, forward_on, merge, open_model, print, print_json};
+use super::{device_for, merge, open_model, print, print_json};
 use crate::artifact::Artifact;
+use crate::calibration::verdict::ORACLE;
 use crate::error::{Error, Result};
 use crate::kv::Budget;
 use crate::method::Method;
@@ -119,7 +119,7 @@ fn eval(args: &Args, global: &Global) -> Result<()> {
             number: plan::number(&entries, index),
             budget,
         };
-        let forward = forward_on(device.as_ref(), &decoder, longest, global)?;
+        let forward = global.machine(device.as_ref(), &log).forward(&decoder, longest)?;
         let variants = budgets.iter().map(variant).collect();
         Ok(Evaluation::new(forward, variants, options))
     };

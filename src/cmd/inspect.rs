@@ -6,8 +6,9 @@ use std::path::PathBuf;
 
 use serde_json::{Value, json};
 
-use super::{model_manifest, open_model, print, print_json};
+use super::{open_model, print, print_json};
 use crate::artifact::{Artifact, HeadReport, SectionView, short};
+use crate::calibration::model_manifest;
 use crate::cmd::args::Global;
 use crate::cmd::terminal::columns;
 use crate::error::{Error, Result};
@@ -55,7 +56,7 @@ pub fn run(args: &Args, global: &Global) -> Result<()> {
     if args.verify {
         artifact.verify()?;
         if let Some(dir) = &args.model {
-            let model = model_manifest(dir, &open_model(dir, global.log())?, global.log())?;
+            let model = model_manifest(dir, &open_model(dir, global.log())?, &global.log())?;
             artifact.check_model(&model.fingerprint, model.sizes)?;
         }
     }

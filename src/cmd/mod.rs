@@ -30,26 +30,16 @@ pub mod terminal;
 pub mod verdict;
 
 use std::path::{Path, PathBuf};
-use std::sync::Once;
 use std::sync::atomic::Ordering;
 
 use serde_json::{Value, json};
 
-use crate::artifact::short;
 use crate::cmd::terminal::Log;
 use crate::compute::cpu::Cpu;
-use crate::compute::cuda::driver::Driver;
 use crate::compute::device::Device;
-use crate::compute::{DeviceKind, Precision};
 use crate::corpus::{Corpus, Reserve};
-use crate::cuda::check_model;
-use crate::cuda::layers::CudaLayers;
-use crate::cuda::room::{Extent, Source};
 use crate::error::{Error, Result};
-use crate::float::Float;
-use crate::model::folder;
-use crate::model::forward::{CpuForward, CpuLayers, Forward, Layers};
-use crate::model::{Decoder, ModelConfig, ModelManifest};
+use crate::model::{Decoder, ModelConfig};
 use crate::runner::verdict::Wanted;
 use crate::wording::{counted, harmless, size};
 use args::{Global, Input};
@@ -160,13 +150,6 @@ fn open_model(dir: &Path, log: Log) -> Result<Decoder> {
     Ok(decoder)
 }
 
-/// Describes the model for a manifest.
-fn model_manifest(dir: &Path, decoder: &Decoder, log: Log) -> Result<ModelManifest> {
-    let fingerprint = decoder.checkpoint.fingerprint(&decoder.config)?;
-    log.detail(&format!("fingerprint: {}", short(&fingerprint)));
-    ModelManifest::new(&folder::name(dir), &decoder.config, &fingerprint)
-}
-
 /// Reads the calibration input and logs its length.
 fn load_corpus(dir: &Path, config: &ModelConfig, input: &Input, global: &Global) -> Result<Corpus> {
     load_texts(dir, config, input, None, global).map(|(corpus, _)| corpus)
@@ -232,14 +215,6 @@ fn load_texts(
     Ok((corpus, reserve))
 }
 
-/// The WRoPE position of models with a long context.
-const WROPE_POSITION: usize = 2048;
-
-/// Returns the WRoPE position: the one that was given, else one within the model's context.
-fn wrope_position(given: Option<usize>, config: &ModelConfig) -> usize {
-    given.unwrap_or(WROPE_POSITION.min(config.max_position_embeddings / 2))
-}
-
 /// Warns of a WRoPE position that does not occur.
 fn check_wrope_position(given: Option<usize>, config: &ModelConfig, log: Log) {
     let context = config.max_position_embeddings;
@@ -250,76 +225,12 @@ fn check_wrope_position(given: Option<usize>, config: &ModelConfig, log: Log) {
     }
 }
 
-/// Tells whether the device is a GPU that can run the model. A GPU that cannot run it is an error if it was asked for
-/// by name; with `--device auto`, the model then runs on the CPU.
-fn can_run(device: &dyn Device, decoder: &Decoder, global: &Global) -> Result<bool> {
-    let Some(driver) = device.cuda() else {
-        return Ok(false);
-    };
-    match (check_model(&decoder.config), global.device) {
-        (Ok(()), _) => {
-            warn_of_library(driver, decoder, global);
-            Ok(true)
-        }
-        (Err(e), DeviceKind::Auto) => {
-            global.log().note(&format!("the model runs on the CPU: {e}"));
-            Ok(false)
-        }
-        (Err(e), _) => Err(e),
-    }
-}
-
-/// Warns once if the GPU's library for products is missing and the model would use it: products in f32 do not.
-fn warn_of_library(driver: &dyn Driver, decoder: &Decoder, global: &Global) {
-    static WARNED: Once = Once::new();
-    let is_used = global.precision == Precision::Auto && decoder.embedding.float() != Float::F32;
-    if let Some(missing) = driver.missing_library().filter(|_| is_used) {
-        WARNED.call_once(|| global.log().warn(missing));
-    }
-}
-
 /// Returns the device for a command that does all its work on the model's device: the CPU if the GPU cannot run the
 /// model.
 fn device_for(device: Box<dyn Device>, decoder: &Decoder, global: &Global) -> Result<Box<dyn Device>> {
-    Ok(match can_run(device.as_ref(), decoder, global)? {
+    let can_run = global.machine(device.as_ref(), &global.log()).can_run(decoder)?;
+    Ok(match can_run {
         true => device,
         false => Box::new(Cpu),
-    })
-}
-
-/// Prepares a model to run layer by layer: on the device if that is a GPU that can run it, else on the CPU.
-fn layers_on<'a>(
-    device: &'a dyn Device,
-    decoder: &'a Decoder,
-    global: &Global,
-) -> Result<Box<dyn Layers + 'a>> {
-    let on_gpu = can_run(device, decoder, global)?;
-    Ok(match device.cuda().filter(|_| on_gpu) {
-        Some(driver) => Box::new(CudaLayers::new(driver, decoder, global.precision)?),
-        None => Box::new(CpuLayers(decoder)),
-    })
-}
-
-/// Prepares a model for inference with prompts of up to `longest` tokens: on the device if that is a GPU, else on the
-/// CPU.
-fn forward_on<'a>(
-    device: &'a dyn Device,
-    decoder: &'a Decoder,
-    longest: usize,
-    global: &Global,
-) -> Result<Box<dyn Forward + 'a>> {
-    let extent = Extent {
-        capacity: longest,
-        prompt: 0..longest,
-    };
-    let source = |driver| Source {
-        driver,
-        decoder,
-        precision: global.precision,
-    };
-    let log = global.log();
-    Ok(match device.cuda() {
-        Some(driver) => Box::new(source(driver).forward(&extent, &|text| log.detail(text))?),
-        None => Box::new(CpuForward::new(decoder)?),
     })
 }

@@ -6,8 +6,10 @@ use ndarray::Array3;
 use serde_json::json;
 
 use super::{finish, output, paths};
-use crate::cmd::args::{Global, RopeKind};
+use crate::calibration::RopeKind;
+use crate::cmd::args::Global;
 use crate::cmd::flags::parse_count;
+use crate::cmd::parameters::choice;
 use crate::compute::Workload;
 use crate::dump::moments::Moments;
 use crate::dump::{Dump, State};
@@ -28,7 +30,7 @@ pub struct Args {
     #[arg(long, value_name = "P", value_parser = parse_count)]
     wrope_position: Option<usize>,
     /// Rotation of the queries: to the WRoPE position (windowed), or to their own positions (standard)
-    #[arg(long, value_enum, default_value_t = RopeKind::Windowed)]
+    #[arg(long, value_parser = choice::<RopeKind>(), value_name = "ROPE", default_value_t = RopeKind::Windowed)]
     rope: RopeKind,
 }
 

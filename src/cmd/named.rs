@@ -1,62 +1,12 @@
-//! The methods of `--methods`, each with a tail or without.
+//! The parser of methods on the command line.
 
 use std::ffi::OsStr;
-use std::fmt;
 
 use clap::builder::{PossibleValue, TypedValueParser};
 
 use super::parameters;
-use crate::artifact::Artifact;
-use crate::method::registry::{METHODS, MethodName};
-
-/// What follows the name of a method with a tail.
-const SUFFIX: &str = "+tail";
-
-/// A method as `--methods` names it: `NAME` or `NAME+tail`.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Named {
-    /// The method.
-    pub method: MethodName,
-    /// Whether its steps estimate what they leave out.
-    pub tail: bool,
-}
-
-impl Named {
-    /// Lists the methods with a section in an artifact, and some others by name, without tails.
-    pub fn calibrated(artifact: &Artifact, others: &[&str]) -> Vec<Self> {
-        let is_usual =
-            |method: &&MethodName| method.is_calibrated(artifact) || others.contains(&method.as_str());
-        let named = |method: &MethodName| Self {
-            method: *method,
-            tail: false,
-        };
-        METHODS.iter().filter(is_usual).map(named).collect()
-    }
-
-    /// Parses the text form of a [`Named`]; `None` for other text.
-    pub fn parse(text: &str) -> Option<Self> {
-        let stripped = text.strip_suffix(SUFFIX);
-        let method = MethodName::named(stripped.unwrap_or(text))?;
-        Some(Self {
-            method,
-            tail: stripped.is_some(),
-        })
-    }
-}
-
-impl fmt::Display for Named {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(self.method.as_str())?;
-        f.write_str(if self.tail { SUFFIX } else { "" })
-    }
-}
-
-/// Returns the index of the first entry with the method of entry `index`: entries with the same number share a
-/// retrieval index.
-pub fn number(methods: &[Named], index: usize) -> usize {
-    let same = |named: &Named| named.method == methods[index].method;
-    methods.iter().position(same).unwrap_or(index)
-}
+pub use crate::method::named::Named;
+use crate::method::named::SUFFIX;
 
 /// Parses a [`Named`]; lists the names of the methods in the help.
 #[derive(Clone, Copy, Debug)]
@@ -91,6 +41,7 @@ impl TypedValueParser for NamedParser {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::method::named::number;
 
     #[test]
     fn a_name_may_have_a_tail() {

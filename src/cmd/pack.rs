@@ -4,8 +4,9 @@ use std::path::{Path, PathBuf};
 
 use serde_json::json;
 
-use super::{finish, model_manifest, open_model, output};
+use super::{finish, open_model, output};
 use crate::artifact::{self, Artifact};
+use crate::calibration::model_manifest;
 use crate::cmd::args::{Global, model_folder};
 use crate::error::Result;
 use crate::method::sections::SECTIONS;
@@ -41,7 +42,7 @@ pub fn run(args: &Args, global: &Global) -> Result<()> {
         .map(|path| Artifact::open_part(path, SECTIONS));
     let parts: Vec<Artifact> = parts.collect::<Result<_>>()?;
     let decoder = open_model(&args.model, log)?;
-    let model = model_manifest(&args.model, &decoder, log)?;
+    let model = model_manifest(&args.model, &decoder, &log)?;
     for part in &parts {
         part.check_model(&model.fingerprint, model.sizes)?;
     }

@@ -10,11 +10,12 @@ use std::path::Path;
 use serde_json::json;
 
 use super::args::Global;
-use super::calibrate::Settings;
-use super::calibrate::plan::{JudgedRows, MemoryPlan};
-use super::calibrate::stages::Stages;
+use super::calibrate::{Settings, size_text};
 use super::{check_wrope_position, load_texts, merge, print, print_json};
 use crate::artifact::{Fit, Section};
+use crate::calibration::memory::{JudgedRows, MemoryPlan};
+use crate::calibration::stages::Stages;
+use crate::calibration::verdict::VerdictSettings;
 use crate::cmd::bench::free_bytes;
 use crate::compute::Workload;
 use crate::corpus::{Corpus, Reserve};
@@ -60,15 +61,16 @@ fn plan(settings: &Settings, probe: bool, shards: Option<&ShardFlags>, global: &
     let config = ModelConfig::load(&settings.model)?;
     check_wrope_position(settings.wrope_position, &config, log);
     let (corpus, reserve) = texts(settings, &config, global)?;
-    let material = settings.material(&corpus, &reserve);
+    let own = settings.plain(global);
+    let material = own.material(&corpus, &reserve);
     let kept = corpus.kept();
-    let fits = settings.fits(&config, &corpus, &kept, global.seed, log)?;
+    let fits = own.fits(&config, &corpus, &kept, &log)?;
     let section = |fit: &dyn Fit| Section::new(fit, config.sizes(), device.as_ref());
     let sections = fits.iter().map(|fit| section(fit.as_ref()));
     let sections: Vec<Section> = sections.collect::<Result<_>>()?;
-    let codewords = settings.codewords(&config, &kept);
+    let codewords = own.codewords(&config, &kept);
     let weights = Weights::of(&config, &settings.model);
-    let judged = settings.judged_rows(&fits, material.as_ref());
+    let judged = own.judged_rows(&fits, material.as_ref());
     let memory = MemoryPlan::new(&config, &corpus, device.as_ref(), &fits, &sections, &judged);
     let disk = Disk::of(&config, &corpus, memory.results, &judged);
     if probe && device.cuda().is_some() {
@@ -78,8 +80,8 @@ fn plan(settings: &Settings, probe: bool, shards: Option<&ShardFlags>, global: &
     }
     let times = match probe {
         true => {
-            let mut settings = settings.clone();
-            settings.sections.codewords = Some(codewords);
+            let mut settings = own.clone();
+            settings.sections = settings.sections.with_codewords(codewords);
             log.note("measuring this machine twice: one layer of the model's shape, and a small calibration");
             let measure = || probe::times(&settings, &config, &corpus, &fits, &judged, global);
             let both = [measure()?, measure()?];
@@ -174,7 +176,7 @@ fn plan(settings: &Settings, probe: bool, shards: Option<&ShardFlags>, global: &
     if fits.iter().any(|fit| fit.kind().name() == a2ats::SECTION) {
         out += &format!(
             "  size     {}\n           (codebook --size {codewords})\n",
-            settings.size_text(&config, codewords)
+            size_text(&own, &config, codewords)
         );
     }
     out += &format!(
@@ -228,22 +230,15 @@ fn range_text([low, high]: [f64; 2]) -> String {
 /// give.
 fn texts(settings: &Settings, config: &ModelConfig, global: &Global) -> Result<(Corpus, Reserve)> {
     if settings.input.is_given() {
-        return load_texts(
-            &settings.model,
-            config,
-            &settings.input,
-            settings.wanted(),
-            global,
-        );
+        let own = settings.plain(global);
+        let wanted = own.verdict.as_ref().map(VerdictSettings::wanted);
+        return load_texts(&settings.model, config, &settings.input, wanted, global);
     }
     let options = settings.input.options(global.seed);
     let seq_len = options.block_length(config);
     let text = vec![vec![0; options.max_tokens.min(1 << 28)]];
     let uuids = vec![0; options.uuids(text[0].len()).min(1 << 28)];
-    let beyond = settings
-        .wanted()
-        .map(|wanted| wanted.beyond(seq_len))
-        .unwrap_or_default();
+    let beyond = settings.plain(global).beyond(seq_len);
     let has_uuids = !uuids.is_empty();
     let reserve = Reserve {
         text: vec![0; beyond.text.min(1 << 28)],

@@ -1,7 +1,6 @@
 //! The commands that make one section from a dump (`codebook`, `signs`, `priors`, ...), and the flags of all
 //! sections. What differs between sections is in their declarations.
 
-use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 
 use clap::builder::PossibleValuesParser;
@@ -14,12 +13,12 @@ use super::share::{LayerShare, environment, parse_layers};
 use super::task::Task;
 use super::{finish, output};
 use crate::artifact::{
-    self, Artifact, Facts, Fit, FitInput, LayerPart, LayerStates, MomentsRead, Section, SectionKind,
-    SectionManifest,
+    self, Artifact, Facts, Fit, FitInput, LayerStates, MomentsRead, Section, SectionKind, SectionManifest,
 };
+use crate::calibration::{SectionChoice, fit_layer};
 use crate::cmd::args::Global;
 use crate::cmd::flags::parse_count;
-use crate::cmd::terminal::{Log, Progress, Verbosity};
+use crate::cmd::terminal::Log;
 use crate::compute::Workload;
 use crate::compute::cpu::Cpu;
 use crate::compute::device::Device;
@@ -29,7 +28,7 @@ use crate::dump::{Dump, LayerDump, State};
 use crate::env::Progress as _;
 use crate::error::{Error, Result};
 use crate::heap;
-use crate::method::a2ats::{self, CODEWORDS};
+use crate::method::a2ats::CODEWORDS;
 use crate::method::sections::SECTIONS;
 use crate::model::rope::Rope;
 use crate::parameters::Parameter;
@@ -49,42 +48,7 @@ type ParseResult<T> = std::result::Result<T, clap::Error>;
 
 /// The flags of the fits of all sections.
 #[derive(Clone, Debug)]
-pub struct SectionFlags {
-    /// The sections to make, if they are named.
-    named: Option<Vec<String>>,
-    /// Whether the sections that are made on request are wanted too.
-    peers: bool,
-    /// The parameters of each section's fit.
-    values: BTreeMap<&'static str, Map<String, Value>>,
-    /// Number of codewords of a codebook, if it is set.
-    pub codewords: Option<usize>,
-}
-
-impl SectionFlags {
-    /// Prepares the fit of every section that is wanted.
-    pub fn fits(&self, input: &FitInput) -> Result<Vec<Box<dyn Fit>>> {
-        let asked = |kind: &dyn SectionKind| {
-            let facts = kind.facts();
-            match &self.named {
-                _ if facts.on_request && self.peers => true,
-                Some(named) => named.iter().any(|name| name == facts.name),
-                None => !facts.on_request,
-            }
-        };
-        let wanted = SECTIONS.iter().copied();
-        let wanted = wanted.filter(|kind| asked(*kind) && kind.is_wanted(&self.values[kind.name()]));
-        let fits: Vec<Box<dyn Fit>> = wanted
-            .map(|kind| kind.fit(self.values[kind.name()].clone(), input))
-            .collect::<Result<_>>()?;
-        match fits.is_empty() {
-            true => Err(
-                Error::usage("--sections and --wpq-bits none leave no section to make")
-                    .hint("name another section with --sections, or omit --wpq-bits none"),
-            ),
-            false => Ok(fits),
-        }
-    }
-}
+pub struct SectionFlags(pub SectionChoice);
 
 /// Lists the flags of each section, without their dashes.
 pub fn section_flags() -> impl Iterator<Item = (&'static str, Vec<String>)> {
@@ -126,17 +90,12 @@ impl clap::Args for SectionFlags {
 
 impl FromArgMatches for SectionFlags {
     fn from_arg_matches(matches: &ArgMatches) -> ParseResult<Self> {
-        let values = SECTIONS
-            .iter()
-            .map(|kind| (kind.name(), values(&kind.parameters(), matches)));
-        let values: BTreeMap<_, _> = values.collect();
-        let codewords = values[a2ats::SECTION].get(a2ats::SIZE).and_then(Value::as_u64);
-        Ok(Self {
+        let values = |kind: &&dyn SectionKind| (kind.name().to_owned(), values(&kind.parameters(), matches));
+        Ok(Self(SectionChoice {
             named: matches.get_many(NAMED).map(|names| names.cloned().collect()),
             peers: matches.get_flag(PEERS),
-            codewords: codewords.map(|size| size as usize),
-            values,
-        })
+            parameters: SECTIONS.iter().map(values).collect(),
+        }))
     }
 
     fn update_from_arg_matches(&mut self, matches: &ArgMatches) -> ParseResult<()> {
@@ -463,35 +422,7 @@ fn fit_dump(
             kept: &dump.kept,
             rope,
         };
-        section.add(fit_layer(fit, &states, &progress, 1, log)?)?;
+        section.add(fit_layer(fit, &states, &progress, 1)?)?;
     }
     Ok(())
-}
-
-/// Fits one layer of a section; each head advances the progress by `units` and, under `-v`, prints its line.
-pub(super) fn fit_layer(
-    fit: &dyn Fit,
-    states: &LayerStates,
-    progress: &Progress,
-    units: u64,
-    log: Log,
-) -> Result<LayerPart> {
-    let mut part = fit.layer(states, &mut |head, line| {
-        progress.advance(units);
-        if let Some(line) = line.filter(|_| log.verbosity >= Verbosity::Verbose) {
-            progress.line(&format!("layer {} head {head}: {line}", states.layer));
-        }
-    })?;
-    if !fit.kind().marks_constant_heads() {
-        return Ok(part);
-    }
-    let (section, layer) = (fit.kind().name(), states.layer);
-    let constant = states.constant_heads()?;
-    part.mark_constant(&constant);
-    for head in constant {
-        progress.line(&format!(
-            "warning: section `{section}`, layer {layer}, KV head {head}: all keys are equal, so full attention is used"
-        ));
-    }
-    Ok(part)
 }

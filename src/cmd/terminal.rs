@@ -1,5 +1,6 @@
 //! The terminal: messages to the user on stderr, and progress bars with the remaining time.
 
+use std::any::Any;
 use std::borrow::Cow;
 use std::io::{IsTerminal, Write};
 use std::sync::{Mutex, OnceLock};
@@ -8,6 +9,7 @@ use std::time::Duration;
 use console::Color;
 use indicatif::{HumanCount, HumanDuration, ProgressBar, ProgressDrawTarget, ProgressState, ProgressStyle};
 
+use super::signals::Saving;
 use crate::env::{self, Reporter};
 use crate::error::{Error, Kind};
 use crate::wording::{harmless, wrapped};
@@ -157,6 +159,7 @@ impl Log {
             lines,
             unit: unit.to_owned(),
             layers,
+            is_verbose: self.verbosity >= Verbosity::Verbose,
         }
     }
 }
@@ -176,6 +179,10 @@ impl Reporter for Log {
 
     fn progress(&self, total: u64, unit: &str) -> Box<dyn env::Progress> {
         Box::new(Self::progress(self, total, unit))
+    }
+
+    fn saving(&self) -> Box<dyn Any> {
+        Box::new(Saving::begin())
     }
 }
 
@@ -204,6 +211,8 @@ pub struct Progress {
     unit: String,
     /// For a prefill: the number of layers.
     layers: Option<usize>,
+    /// Whether details are printed.
+    is_verbose: bool,
 }
 
 impl Progress {
@@ -263,6 +272,12 @@ impl env::Progress for Progress {
 
     fn line(&self, text: &str) {
         Self::line(self, text);
+    }
+
+    fn detail(&self, text: &str) {
+        if self.is_verbose {
+            Self::line(self, text);
+        }
     }
 }
 

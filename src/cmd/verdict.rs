@@ -1,35 +1,24 @@
 //! `kvsmith verdict`: measures what each method loses with an artifact, on text that nothing was fitted to.
 
-mod budgets;
-mod measure;
-mod results;
-
 use std::path::{Path, PathBuf};
 
 use serde_json::json;
 
 use super::args::{Global, Input, model_folder};
-use super::calibrate::stages::Stages;
 use super::named::{Named, NamedParser};
 use super::{finish, load_texts, open_model, output, paths};
-use crate::artifact::{self, Artifact, Limits, Verdict};
+use crate::artifact::{self, Artifact, Verdict};
+use crate::calibration::stages::Stages;
+use crate::calibration::verdict::{Judging, VerdictSettings};
 use crate::cmd::flags::{not_negative, parse_positive_count, parse_share};
-use crate::corpus::{Corpus, CorpusManifest, Reserve};
+use crate::corpus::{CorpusManifest, Reserve};
 use crate::dump::Dump;
 use crate::error::{Error, Result};
 use crate::heap;
 use crate::method::sections::SECTIONS;
 use crate::runner::eval::FEWEST;
-use crate::runner::verdict::{BLOCK, Material, Wanted};
+use crate::runner::verdict::BLOCK;
 use crate::wording::counted;
-pub use measure::Judging;
-
-/// Methods that are measured although they have no section of the artifact: the exact choice, one that calibrates on the
-/// prompt, and a plain window.
-const OTHERS: [&str; 3] = ["topk", "ctkvr", "streaming"];
-
-/// The method that ranks by exact scores.
-pub(super) const ORACLE: &str = "topk";
 
 /// The flags of the measurement, of `verdict` and `calibrate`.
 #[derive(clap::Args, Clone, Debug)]
@@ -57,58 +46,20 @@ pub struct VerdictFlags {
     /// and topk, ctkvr and streaming)
     #[arg(long, value_name = "A,B", value_delimiter = ',', value_parser = NamedParser)]
     verdict_methods: Vec<Named>,
-    /// The most tokens of a block, if not those of the help.
-    #[arg(skip)]
-    block: Option<usize>,
 }
 
 impl VerdictFlags {
-    /// Counts the combinations of method and budget for an artifact of `n_sections` sections.
-    pub fn budgets(&self, n_sections: usize) -> usize {
-        let methods = match self.verdict_methods.len() {
-            0 => n_sections + OTHERS.len(),
-            named => named,
-        };
-        methods * self.verdict_reads.len()
-    }
-
-    /// Returns how many texts the measurement wants.
-    pub fn wanted(&self) -> Wanted {
-        Wanted {
+    /// Returns the settings that the flags give.
+    pub fn settings(&self) -> VerdictSettings {
+        VerdictSettings {
+            reads: self.verdict_reads.clone(),
             tokens: self.verdict_tokens,
-            block: self.block.unwrap_or(BLOCK),
             steps: self.verdict_steps,
-        }
-    }
-
-    /// Returns the flags for a measurement on a single block of this length.
-    pub fn of_block(&self, length: usize) -> Self {
-        Self {
-            verdict_tokens: length,
-            block: Some(length),
-            ..self.clone()
-        }
-    }
-
-    /// Collects the texts; `None` if there are none.
-    pub fn material(&self, corpus: &Corpus, reserve: &Reserve) -> Option<Material> {
-        let material = Material::new(corpus, reserve, self.wanted());
-        (!material.text.passages.is_empty()).then_some(material)
-    }
-
-    fn limits(&self) -> Limits {
-        Limits {
             kl: self.verdict_kl,
             points: self.verdict_points,
+            methods: self.verdict_methods.clone(),
+            ..VerdictSettings::default()
         }
-    }
-
-    /// Lists the methods to measure.
-    fn methods(&self, artifact: &Artifact) -> Vec<Named> {
-        if !self.verdict_methods.is_empty() {
-            return self.verdict_methods.clone();
-        }
-        Named::calibrated(artifact, &OTHERS)
     }
 }
 
@@ -153,7 +104,8 @@ pub fn run(args: &Args, global: &Global) -> Result<()> {
     let decoder = open_model(&args.model, log)?;
     let fingerprint = decoder.checkpoint.fingerprint(&decoder.config)?;
     artifact.check_model(&fingerprint, decoder.config.sizes())?;
-    let wanted = Some(args.flags.wanted());
+    let settings = args.flags.settings();
+    let wanted = Some(settings.wanted());
     let (corpus, reserve) = match &args.dump[..] {
         [_, ..] => (Dump::open(&args.dump)?.corpus, Reserve::default()),
         [] => load_texts(&args.model, &decoder.config, &args.input, wanted, global)?,
@@ -181,15 +133,15 @@ pub fn run(args: &Args, global: &Global) -> Result<()> {
         ))
         .hint("give the same text, --max-tokens, --seq-len, --uuid-tokens, --holdout and --seed as in its calibration, or its dump; for other text, use `kvsmith eval`"));
     }
-    let material = args.flags.material(&corpus, &reserve).ok_or_else(|| {
+    let material = settings.material(&corpus, &reserve).ok_or_else(|| {
         Error::failed("no text was held out, so the methods cannot be measured")
             .hint("give text that goes on beyond --max-tokens, or calibrate again with --holdout above 0")
     })?;
     let start = std::time::Instant::now();
     let verdict = Judging {
-        flags: &args.flags,
-        global,
-        device: device.as_ref(),
+        settings: &settings,
+        seed: global.seed,
+        machine: global.machine(device.as_ref(), &log),
         decoder: &decoder,
         folder: &args.model,
         material: &material,

@@ -14,6 +14,7 @@ pub mod doublesparsity;
 pub mod full;
 pub mod h2o;
 pub mod lfps;
+pub mod named;
 pub mod params;
 pub mod pqcache;
 pub mod quest;

@@ -13,21 +13,23 @@ use sha2::{Digest, Sha256};
 
 use super::line::Line;
 use crate::artifact::Fit;
+use crate::calibration::memory::JudgedRows;
+use crate::calibration::stages::{BUDGETS, CAPTURE, PROBE, Stages, VERDICT};
+use crate::calibration::{Calibration, Settings};
 use crate::cmd::args::Global;
 use crate::cmd::bench::{random_matrix, random_points, seconds};
-use crate::cmd::calibrate::plan::JudgedRows;
-use crate::cmd::calibrate::stages::{BUDGETS, CAPTURE, PROBE, Stages, VERDICT};
-use crate::cmd::calibrate::{Settings, time_stages};
-use crate::cmd::load_corpus;
+use crate::compute::Workload;
 use crate::compute::attention;
 use crate::compute::cpu::Cpu;
-use crate::corpus::Corpus;
+use crate::corpus::{Corpus, CorpusOptions, CorpusSource};
 use crate::disk::Output;
+use crate::env::Silent;
 use crate::error::{Error, Result};
+use crate::machine::Machine;
 use crate::model::config::Block;
 use crate::model::layer::Layer;
 use crate::model::rope::Rope;
-use crate::model::{ModelConfig, random};
+use crate::model::{Decoder, ModelConfig, random};
 use crate::stats::moments::QuerySums;
 use crate::store::{self, Tensor};
 
@@ -274,39 +276,63 @@ impl Small {
         let folder = tempfile::tempdir().map_err(failed)?;
         let heads = config.n_kv_heads.min(rayon::current_num_threads());
         let [least, most] = BLOCK;
-        let least = least.max(2 * settings.sections.codewords.unwrap_or_default());
+        let least = least.max(2 * settings.sections.codewords().unwrap_or_default());
         let rows = tokens.min(most).max(least).next_multiple_of(2);
         let model = folder.path().join("model");
         std::fs::create_dir(&model).map_err(failed)?;
         write_model(&model, config, heads, 2 * rows)?;
-        let small = ModelConfig::load(&model)?;
+        let decoder = Decoder::open(&model)?;
         let mut global = global.clone();
         global.silent = true;
+        let device = global.open_device(Workload::Model)?;
         let mut variants = 0;
         let mut time = |rows: usize| {
             let tokens = folder.path().join("tokens.json");
             let ids: Vec<Vec<usize>> = vec![(0..2 * rows).collect()];
             std::fs::write(&tokens, json!(ids).to_string()).map_err(failed)?;
-            let mut of = settings.clone();
-            of.model.clone_from(&model);
-            of.input = of.input.of_tokens(tokens, rows, 0.5);
-            of.verdict = of.verdict.of_block(rows);
-            let corpus = load_corpus(&model, &small, &of.input, &global)?;
-            let fits = of.fits(&small, &corpus, &corpus.kept(), global.seed, global.log())?;
-            let of_fit = |fit: &dyn Fit| (fit.kind().facts().stage, work(fit, &corpus));
-            let of_fits = fits.iter().map(|fit| of_fit(fit.as_ref()));
+            let own = Settings {
+                verdict: settings.verdict.as_ref().map(|verdict| verdict.of_block(rows)),
+                ..settings.clone()
+            };
+            let options = CorpusOptions {
+                seq_len: Some(rows),
+                max_tokens: 2 * rows,
+                uuid_tokens: None,
+                holdout: 0.5,
+                seed: own.seed,
+            };
+            let (source, beyond) = (CorpusSource::Tokens(tokens), own.beyond(rows));
+            let texts = Corpus::load_with_reserve(&model, &decoder.config, &source, &options, beyond)?;
+            let machine = Machine {
+                precision: global.precision,
+                ..Machine::of(device.as_ref(), &Silent)
+            };
+            let calibration = Calibration::new(machine, (&decoder, &model), &own, (&texts.0, &texts.1))?;
+            let of_fit = |fit: &dyn Fit| (fit.kind().facts().stage, work(fit, &texts.0));
+            let of_fits = calibration.fits().iter().map(|fit| of_fit(fit.as_ref()));
             let of_verdict = [BUDGETS, VERDICT].map(|stage| (stage, rows as f64));
             let grows = of_fits.chain(of_verdict).collect();
-            let output = folder.path().join(format!("{rows}.safetensors"));
-            let (stages, measured) = time_stages(of, &output, &global)?;
-            variants = measured;
-            Ok::<_, Error>(SmallRun { stages, work: grows })
+            let output = Output::create(&folder.path().join(format!("{rows}.safetensors")))?;
+            let made = calibration.run(output, None)?;
+            let rows = made
+                .verdict
+                .transpose()?
+                .map(|verdict| verdict.rows)
+                .unwrap_or_default();
+            variants = rows.iter().filter(|row| row.measured.is_some()).count();
+            Ok::<_, Error>(SmallRun {
+                stages: made.stages,
+                work: grows,
+            })
         };
         Ok(Self {
             heads,
             runs: [time(rows / 2)?, time(rows)?],
             variants,
-            steps: settings.verdict.wanted().steps.min(rows / 2),
+            steps: settings
+                .verdict
+                .as_ref()
+                .map_or(1, |verdict| verdict.steps.min(rows / 2)),
         })
     }
 

@@ -1,7 +1,6 @@
 //! What a run would take: the bytes of the cache, the longest context that fits, and the context from which a method is
 //! faster than full attention on this machine.
 
-use indicatif::HumanCount;
 use serde_json::{Value, json};
 
 use super::line::Line;
@@ -11,7 +10,7 @@ use crate::error::Result;
 use crate::kv::{Budget, KvType};
 use crate::method::registry::MethodName;
 use crate::model::{ModelConfig, Sizes};
-use crate::wording::size;
+use crate::wording::{grouped, size};
 
 /// Methods that are timed, beside full attention.
 const METHODS: [&str; 5] = ["a2ats", "selfindex", "lfps", "ctkvr", "wpq"];
@@ -147,12 +146,12 @@ impl Serving {
             format!("\nrun\n  layers   {full} with full attention, {sliding} with a sliding window\n");
         out += &format!(
             "  context  {} tokens (the model's maximum)\n",
-            HumanCount(self.context as u64)
+            grouped(self.context)
         );
         for of in &self.caches {
             let fits = match of.fits >= self.context {
                 true => "the whole context fits".to_owned(),
-                false => format!("{} tokens fit", HumanCount(of.fits as u64)),
+                false => format!("{} tokens fit", grouped(of.fits)),
             };
             out += &format!(
                 "  cache    {:<5} {} per token; {fits} beside the weights\n",
@@ -182,7 +181,7 @@ impl Serving {
             let pays = match of.pays {
                 _ if of.name == "full" => String::new(),
                 Some(context) if context <= 1.0 => "at any context".to_owned(),
-                Some(context) => format!("from {} tokens on", HumanCount(rounded(context))),
+                Some(context) => format!("from {} tokens on", grouped(rounded(context) as usize)),
                 None => "never".to_owned(),
             };
             let index = match of.index {

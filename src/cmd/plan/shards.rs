@@ -6,7 +6,6 @@ mod flags;
 
 use std::ops::Range;
 
-use indicatif::HumanCount;
 use serde_json::{Value, json};
 
 pub use self::cost::Job;
@@ -17,7 +16,7 @@ use crate::cmd::bench::free_bytes;
 use crate::cmd::share::{fewest_ranges, layer_ranges};
 use crate::error::Result;
 use crate::float::Float;
-use crate::wording::{duration, size};
+use crate::wording::{duration, grouped, size};
 
 /// The most token shards that are proposed.
 const MOST: usize = 1024;
@@ -193,7 +192,7 @@ impl ShardPlan {
         let mut out = format!(
             "\nshards\n  tokens   {}, each of at most {} tokens in {}\n           (dump --shard auto/{shards} --queries --values --dtype f32)\n",
             super::counted(shards, "shard"),
-            HumanCount(self.longest as u64),
+            grouped(self.longest),
             super::counted(most(&self.tokens), "block"),
         );
         out += &format!(

@@ -13,7 +13,7 @@ use super::written::Written;
 use super::{Args, Ready};
 use crate::cmd::args::Global;
 use crate::cmd::reading::Reading;
-use crate::cmd::{forward_on, output, print_json};
+use crate::cmd::{output, print_json};
 use crate::disk::{Growing, Output};
 use crate::env;
 use crate::error::{Error, Kind, Result};
@@ -355,7 +355,9 @@ impl Batch<'_> {
         }
         self.warn_of_lengths(&prompts);
         let tokenizer = Tokenizer::open(&args.model, &decoder.config)?;
-        let forward = forward_on(self.0.device, decoder, prompts.longest(), global)?;
+        let forward = global
+            .machine(self.0.device, &log)
+            .forward(decoder, prompts.longest())?;
         if self.0.device.cuda().is_some() {
             log.note("the KV caches and the selection are on the CPU");
         }

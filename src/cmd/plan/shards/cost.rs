@@ -3,9 +3,9 @@
 use std::ops::Range;
 
 use crate::artifact::{Fit, FitText, MomentsRead, Section};
-use crate::cmd::calibrate::plan::JudgedRows;
-use crate::cmd::calibrate::plan::MemoryPlan;
-use crate::cmd::calibrate::stages::{BUDGETS, CAPTURE, PROBE, VERDICT};
+use crate::calibration::memory::JudgedRows;
+use crate::calibration::memory::MemoryPlan;
+use crate::calibration::stages::{BUDGETS, CAPTURE, PROBE, VERDICT};
 use crate::cmd::plan::Weights;
 use crate::cmd::plan::probe::Times;
 use crate::compute::device::Device;

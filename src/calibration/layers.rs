@@ -2,15 +2,13 @@
 
 use ndarray::{Array3, Axis, s};
 
-use super::plan::{JudgedRows, MemoryPlan};
+use super::sections::fit_layer;
 use super::stages::{CAPTURE, Stages};
 use crate::artifact::{Fit, LayerParts, LayerStates, MomentsRead, Section};
 use crate::capture::Capture;
-use crate::cmd::sections::fit_layer;
-use crate::cmd::terminal::{Log, Progress};
 use crate::compute::device::Device;
 use crate::corpus::Corpus;
-use crate::env::Progress as _;
+use crate::env::{Progress, Reporter};
 use crate::error::{Error, Result};
 use crate::heap;
 use crate::model::Decoder;
@@ -18,8 +16,8 @@ use crate::model::forward::Layers;
 use crate::stats::moments::{LayerMoments, Position, QuerySums};
 use crate::work::WorkFolder;
 
-/// A run of calibration: the model, the text and the fits.
-pub(super) struct CalibrationRun<'a> {
+/// The pass over the layers: the model, the text and the fits.
+pub(super) struct Pass<'a> {
     pub device: &'a dyn Device,
     pub decoder: &'a Decoder,
     pub corpus: &'a Corpus,
@@ -30,7 +28,7 @@ pub(super) struct CalibrationRun<'a> {
     pub fits: Vec<Box<dyn Fit>>,
     /// The rows whose queries any fit reads, ascending.
     pub query_rows: Vec<usize>,
-    pub log: Log,
+    pub reporter: &'a dyn Reporter,
 }
 
 /// The states of one layer, as far as the fits read them.
@@ -48,7 +46,7 @@ struct Captured {
     sums: QuerySums,
 }
 
-impl CalibrationRun<'_> {
+impl Pass<'_> {
     /// Captures and fits layer by layer, starting after the layers that `work` has; returns how long each stage took.
     pub fn run(
         &self,
@@ -62,14 +60,14 @@ impl CalibrationRun<'_> {
         let remaining = sizes.n_layers - capture.next_layer;
         // A unit of progress is a captured token, or a key that was fitted for a section.
         let per_layer = self.corpus.n_tokens() * (1 + sections.len() * sizes.n_kv_heads);
-        let progress = self.log.progress((remaining * per_layer) as u64, "states");
+        let progress = self.reporter.progress((remaining * per_layer) as u64, "states");
         while capture.next_layer < sizes.n_layers {
             let layer = capture.next_layer;
             let states = self.time(&mut stages, layer, CAPTURE, || {
-                self.capture(&mut capture, &progress)
+                self.capture(&mut capture, progress.as_ref())
             })?;
             heap::trim();
-            let parts = self.fit(layer, &states, &progress, &mut stages)?;
+            let parts = self.fit(layer, &states, progress.as_ref(), &mut stages)?;
             if let Some(work) = work {
                 let last = capture.next_layer == sizes.n_layers;
                 work.save(layer, &parts, &capture.hidden, last)?;
@@ -94,7 +92,7 @@ impl CalibrationRun<'_> {
             return Capture::start(layers, self.corpus);
         };
         let done = finished.len();
-        self.log
+        self.reporter
             .note(&format!("resuming at layer {done} (0-{})", c.n_layers() - 1));
         for parts in finished {
             add_layer(sections, parts)?;
@@ -103,7 +101,7 @@ impl CalibrationRun<'_> {
     }
 
     /// Runs the next layer of the model and keeps the states that the fits read.
-    fn capture(&self, capture: &mut Capture, progress: &Progress) -> Result<Captured> {
+    fn capture(&self, capture: &mut Capture, progress: &dyn Progress) -> Result<Captured> {
         self.stage(progress, capture.next_layer, "capture");
         let rope = self.decoder.ropes.of(capture.next_layer);
         let c = &self.decoder.config;
@@ -154,7 +152,7 @@ impl CalibrationRun<'_> {
         &self,
         layer: usize,
         captured: &Captured,
-        progress: &Progress,
+        progress: &dyn Progress,
         stages: &mut Stages,
     ) -> Result<LayerParts> {
         let mut fit = |fit: &dyn Fit| {
@@ -185,7 +183,7 @@ impl CalibrationRun<'_> {
             };
             let units = self.corpus.n_tokens() as u64;
             let part = self.time(stages, layer, kind.facts().stage, || {
-                fit_layer(fit, &states, progress, units, self.log)
+                fit_layer(fit, &states, progress, units)
             })?;
             Ok((kind.name(), part))
         };
@@ -203,29 +201,15 @@ impl CalibrationRun<'_> {
         let before = stages.get(stage);
         let out = stages.time(stage, work)?;
         let seconds = stages.get(stage) - before;
-        self.log.detail(&format!("layer {layer}: {stage} {seconds:.3} s"));
+        self.reporter
+            .detail(&format!("layer {layer}: {stage} {seconds:.3} s"));
         Ok(out)
     }
 
     /// Shows in the progress bar what is being done.
-    fn stage(&self, progress: &Progress, layer: usize, what: &str) {
+    fn stage(&self, progress: &dyn Progress, layer: usize, what: &str) {
         let n_layers = self.decoder.config.n_layers();
         progress.layer(layer, n_layers, what);
-    }
-
-    /// Notes how much memory the run needs, and the size of the artifact.
-    pub fn plan(&self, sections: &[Section], judged: &JudgedRows) -> Result<()> {
-        let plan = MemoryPlan::new(
-            &self.decoder.config,
-            self.corpus,
-            self.device,
-            &self.fits,
-            sections,
-            judged,
-        );
-        let pages = self.decoder.layer(self.decoder.config.largest_layer())?.bytes();
-        self.log.note(&plan.note(pages));
-        Ok(())
     }
 }
 

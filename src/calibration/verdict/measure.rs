@@ -2,21 +2,17 @@
 
 use std::path::Path;
 
-use super::VerdictFlags;
+use super::VerdictSettings;
 use super::budgets::{GRID, Planned, SAMPLED_STEPS};
 use super::results::{Results, rounded};
 use crate::artifact::{Artifact, MeasuredProbe, MeasuredTexts, Verdict};
-use crate::cmd::args::Global;
-use crate::cmd::calibrate::stages::{BUDGETS, PROBE, Stages, VERDICT};
-use crate::cmd::layers_on;
-use crate::cmd::named::{self, Named};
-use crate::cmd::terminal::Log;
-use crate::compute::device::Device;
-use crate::env::Progress as _;
+use crate::calibration::stages::{BUDGETS, PROBE, Stages, VERDICT};
 use crate::error::Result;
 use crate::kv::static_set::{SINKS, WINDOW};
 use crate::kv::{Budget, KvType};
+use crate::machine::Machine;
 use crate::method::declaration::Ask;
+use crate::method::named::{self, Named};
 use crate::method::params::MethodParams;
 use crate::method::tail::with_tail;
 use crate::method::{CPU_GRANULE, Method};
@@ -34,12 +30,12 @@ const HOPELESS: f64 = 3.0;
 
 /// What a verdict is measured with.
 pub struct Judging<'a> {
-    /// The flags.
-    pub flags: &'a VerdictFlags,
-    /// The options of every command.
-    pub global: &'a Global,
+    /// How.
+    pub settings: &'a VerdictSettings,
+    /// The seed of the methods' choices, of the questions and of the intervals.
+    pub seed: u64,
     /// The device that runs the model.
-    pub device: &'a dyn Device,
+    pub machine: Machine<'a>,
     /// The model.
     pub decoder: &'a Decoder,
     /// Its folder.
@@ -88,10 +84,6 @@ struct Measurement<'a> {
 type Outcome = std::result::Result<(Probe, Score), String>;
 
 impl Judging<'_> {
-    fn log(&self) -> Log {
-        self.global.log()
-    }
-
     /// Says what will be measured on which texts.
     fn announce(&self, names: &[String]) {
         let texts = |of: &Texts| {
@@ -109,7 +101,7 @@ impl Judging<'_> {
         };
         let texts: Vec<String> = self.material.all().map(texts).collect();
         let note = format!("verdict: {} on {}", names.join(", "), texts.join(", "));
-        self.log().note(&note);
+        self.machine.reporter.note(&note);
     }
 
     /// Measures every method with an artifact; adds the time it takes to `stages`.
@@ -117,14 +109,14 @@ impl Judging<'_> {
     /// # Errors
     /// Activations that are not finite; an interrupt.
     pub fn measure(&self, artifact: &Artifact, stages: &mut Stages) -> Result<Verdict> {
-        let named = self.flags.methods(artifact);
+        let named = self.settings.methods(artifact);
         let params = MethodParams::default();
         let ask = Ask {
             artifact: Some(artifact),
             ropes: &self.decoder.ropes,
             sizes: self.decoder.config.sizes(),
             params: &params,
-            seed: self.global.seed,
+            seed: self.seed,
         };
         let prepare = |named: &Named| {
             let method = named.method.prepare(&ask)?;
@@ -135,7 +127,7 @@ impl Judging<'_> {
             }
         };
         let methods: Vec<Box<dyn Method>> = named.iter().map(prepare).collect::<Result<_>>()?;
-        let layers = layers_on(self.device, self.decoder, self.global)?;
+        let layers = self.machine.layers(self.decoder)?;
         let names: Vec<String> = named.iter().map(Named::to_string).collect();
         self.announce(&names);
         let mut measurement = Measurement {
@@ -169,10 +161,6 @@ impl Judging<'_> {
 }
 
 impl Measurement<'_> {
-    fn log(&self) -> Log {
-        self.judging.log()
-    }
-
     fn variant(&self, method: usize, budget: f64) -> Variant<'_> {
         Variant {
             method: self.methods[method].as_ref(),
@@ -194,7 +182,7 @@ impl Measurement<'_> {
         work: impl FnOnce(&mut dyn FnMut(usize)) -> Result<T>,
     ) -> Result<T> {
         let n_layers = self.judging.decoder.config.n_layers();
-        let progress = self.log().progress(n_layers as u64, "layers");
+        let progress = self.judging.machine.reporter.progress(n_layers as u64, "layers");
         work(&mut |layer| {
             progress.layer(layer, n_layers, what);
             progress.advance(1);
@@ -216,7 +204,7 @@ impl Measurement<'_> {
         let reads: Vec<f64> = reads.into_iter().map(|share| share.unwrap_or(1.0)).collect();
         let empty = VariantReport::new(&self.judging.decoder.config);
         for (method, reads) in reads.chunks(GRID.len()).enumerate() {
-            for target in &self.judging.flags.verdict_reads {
+            for target in &self.judging.settings.reads {
                 self.rows.push(Row {
                     planned: Planned::new(method, *target, reads),
                     text: empty.clone(),
@@ -287,14 +275,14 @@ impl Measurement<'_> {
 
     /// Drops the rows that have lost too much on the first blocks, and says so.
     fn drop_rows(&mut self, blocks: usize) {
-        let most = HOPELESS * self.judging.flags.limits().kl;
+        let most = HOPELESS * self.judging.settings.limits().kl;
         for row in &mut self.rows {
             row.is_dropped = row.is_live() && rounded(row.text.whole().losses.kl) > most;
         }
         let dropped = self.rows.iter().filter(|row| row.is_dropped);
         let dropped: Vec<String> = dropped.map(|row| self.name(row)).collect();
         if !dropped.is_empty() {
-            self.log().note(&format!(
+            self.judging.machine.reporter.note(&format!(
                 "dropped after {blocks} blocks, with a mean KL above {most}: {}",
                 dropped.join(", ")
             ));
@@ -309,7 +297,7 @@ impl Measurement<'_> {
         }
         let mut failed = Vec::new();
         for kind in [ProbeKind::Facts, ProbeKind::Copies] {
-            let seed = self.judging.global.seed;
+            let seed = self.judging.seed;
             let probe = match kind {
                 ProbeKind::Facts => self.facts(texts)?,
                 ProbeKind::Copies => Probe::copies(texts, seed),
@@ -335,7 +323,7 @@ impl Measurement<'_> {
             return Ok(None);
         }
         let tokenizer = Tokenizer::open(self.judging.folder, &self.judging.decoder.config)?;
-        Probe::facts(texts, &tokenizer, self.judging.global.seed)
+        Probe::facts(texts, &tokenizer, self.judging.seed)
     }
 
     /// Asks a probe; returns the answers of full attention, and keeps those of the rows. It ends early if full attention
@@ -376,7 +364,7 @@ impl Measurement<'_> {
             steps: of.passages.iter().map(|passage| passage.steps).sum(),
         };
         let texts: Vec<MeasuredTexts> = material.all().map(texts).collect();
-        let bootstrap = Bootstrap::new(material.text.passages.len(), self.judging.global.seed);
+        let bootstrap = Bootstrap::new(material.text.passages.len(), self.judging.seed);
         let results = Results {
             head_dim: self.judging.decoder.config.head_dim,
             material,
@@ -399,7 +387,7 @@ impl Measurement<'_> {
             window: WINDOW,
             kv: KvType::Bf16.as_str().to_owned(),
             rows: rows.collect(),
-            limits: Some(self.judging.flags.limits()),
+            limits: Some(self.judging.settings.limits()),
             not_probed: outcome.err(),
             probe,
             texts,

@@ -1,0 +1,106 @@
+//! The verdict: what each method loses with an artifact, on text that nothing was fitted to.
+
+mod budgets;
+mod measure;
+mod results;
+
+use serde::{Deserialize, Serialize};
+
+use crate::artifact::{self, Artifact, Limits};
+use crate::corpus::{Corpus, Reserve};
+use crate::method::named::Named;
+use crate::runner::verdict::{BLOCK, Material, Wanted};
+pub use measure::Judging;
+
+/// Methods that are measured although they have no section of the artifact: the exact choice, one that calibrates on the
+/// prompt, and a plain window.
+const OTHERS: [&str; 3] = ["topk", "ctkvr", "streaming"];
+
+/// The method that ranks by exact scores.
+pub const ORACLE: &str = "topk";
+
+/// How a verdict is measured.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(default, deny_unknown_fields)]
+pub struct VerdictSettings {
+    /// Shares of the bytes of all visible keys and values in bf16, above 0 and below 1, at which each method is measured.
+    pub reads: Vec<f64>,
+    /// Tokens of text to measure on.
+    pub tokens: usize,
+    /// Most tokens of a block.
+    pub block: usize,
+    /// Number of tokens at the end of each block that are decoded one by one.
+    pub steps: usize,
+    /// A method is recommended only if the upper end of the 95% interval of its mean KL divergence is at most this, in nats.
+    pub kl: f64,
+    /// A method is recommended only if its score in the probe is at most so many percentage points below that of full
+    /// attention.
+    pub points: f64,
+    /// The methods to measure; if empty, every method with a section in the artifact, and some that need none.
+    pub methods: Vec<Named>,
+}
+
+impl Default for VerdictSettings {
+    fn default() -> Self {
+        Self {
+            reads: vec![0.05, 0.1, 0.2],
+            tokens: 20 * BLOCK,
+            block: BLOCK,
+            steps: 16,
+            kl: artifact::USUAL_KL,
+            points: 5.0,
+            methods: Vec::new(),
+        }
+    }
+}
+
+impl VerdictSettings {
+    /// Counts the combinations of method and budget for an artifact of `n_sections` sections.
+    pub fn variants(&self, n_sections: usize) -> usize {
+        let methods = match self.methods.len() {
+            0 => n_sections + OTHERS.len(),
+            named => named,
+        };
+        methods * self.reads.len()
+    }
+
+    /// Returns how many texts the measurement wants.
+    pub fn wanted(&self) -> Wanted {
+        Wanted {
+            tokens: self.tokens,
+            block: self.block,
+            steps: self.steps,
+        }
+    }
+
+    /// Returns the settings of a measurement on a single block of this length.
+    #[must_use]
+    pub fn of_block(&self, length: usize) -> Self {
+        Self {
+            tokens: length,
+            block: length,
+            ..self.clone()
+        }
+    }
+
+    /// Collects the texts; `None` if there are none.
+    pub fn material(&self, corpus: &Corpus, reserve: &Reserve) -> Option<Material> {
+        let material = Material::new(corpus, reserve, self.wanted());
+        (!material.text.passages.is_empty()).then_some(material)
+    }
+
+    fn limits(&self) -> Limits {
+        Limits {
+            kl: self.kl,
+            points: self.points,
+        }
+    }
+
+    /// Lists the methods to measure.
+    fn methods(&self, artifact: &Artifact) -> Vec<Named> {
+        match self.methods.is_empty() {
+            true => Named::calibrated(artifact, &OTHERS),
+            false => self.methods.clone(),
+        }
+    }
+}

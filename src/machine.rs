@@ -1,0 +1,109 @@
+//! The device that does the work, and what happens if it cannot run a model.
+
+use std::sync::Once;
+
+use crate::compute::Precision;
+use crate::compute::cuda::driver::Driver;
+use crate::compute::device::Device;
+use crate::cuda::check_model;
+use crate::cuda::layers::CudaLayers;
+use crate::cuda::room::{Extent, Source};
+use crate::env::Reporter;
+use crate::error::Result;
+use crate::float::Float;
+use crate::model::Decoder;
+use crate::model::forward::{CpuForward, CpuLayers, Forward, Layers};
+
+/// A device, and how models run on it.
+#[derive(Clone, Copy)]
+pub struct Machine<'a> {
+    /// The device.
+    pub device: &'a dyn Device,
+    /// Whether a model that the GPU cannot run runs on the CPU; if not, that is an error.
+    pub falls_back: bool,
+    /// The type of what a GPU multiplies with 16-bit weights.
+    pub precision: Precision,
+    /// Whom to tell where the model runs.
+    pub reporter: &'a dyn Reporter,
+}
+
+impl<'a> Machine<'a> {
+    /// Takes a device that is used whatever the model.
+    pub fn of(device: &'a dyn Device, reporter: &'a dyn Reporter) -> Self {
+        Self {
+            device,
+            falls_back: true,
+            precision: Precision::Auto,
+            reporter,
+        }
+    }
+
+    /// Tells whether the device is a GPU that can run the model.
+    ///
+    /// # Errors
+    /// The GPU cannot run the model, and no other device may.
+    pub fn can_run(&self, decoder: &Decoder) -> Result<bool> {
+        let Some(driver) = self.device.cuda() else {
+            return Ok(false);
+        };
+        match check_model(&decoder.config) {
+            Ok(()) => {
+                self.warn_of_library(driver, decoder);
+                Ok(true)
+            }
+            Err(e) if self.falls_back => {
+                self.reporter.note(&format!("the model runs on the CPU: {e}"));
+                Ok(false)
+            }
+            Err(e) => Err(e),
+        }
+    }
+
+    /// Warns once if the GPU's library for products is missing and the model would use it: products in f32 do not.
+    fn warn_of_library(&self, driver: &dyn Driver, decoder: &Decoder) {
+        static WARNED: Once = Once::new();
+        let is_used = self.precision == Precision::Auto && decoder.embedding.float() != Float::F32;
+        if let Some(missing) = driver.missing_library().filter(|_| is_used) {
+            WARNED.call_once(|| self.reporter.warn(missing));
+        }
+    }
+
+    /// Prepares a model to run layer by layer: on the device if that is a GPU that can run it, else on the CPU.
+    ///
+    /// # Errors
+    /// As [`Machine::can_run`]; too little memory on the GPU.
+    pub fn layers<'l>(&self, decoder: &'l Decoder) -> Result<Box<dyn Layers + 'l>>
+    where
+        'a: 'l,
+    {
+        let on_gpu = self.can_run(decoder)?;
+        Ok(match self.device.cuda().filter(|_| on_gpu) {
+            Some(driver) => Box::new(CudaLayers::new(driver, decoder, self.precision)?),
+            None => Box::new(CpuLayers(decoder)),
+        })
+    }
+
+    /// Prepares a model for inference with prompts of up to `longest` tokens: on the device if that is a GPU, else on the
+    /// CPU.
+    ///
+    /// # Errors
+    /// Weights that cannot be read; too little memory on the GPU.
+    pub fn forward<'l>(&self, decoder: &'l Decoder, longest: usize) -> Result<Box<dyn Forward + 'l>>
+    where
+        'a: 'l,
+    {
+        let extent = Extent {
+            capacity: longest,
+            prompt: 0..longest,
+        };
+        let source = |driver| Source {
+            driver,
+            decoder,
+            precision: self.precision,
+        };
+        Ok(match self.device.cuda() {
+            Some(driver) => Box::new(source(driver).forward(&extent, &|text| self.reporter.detail(text))?),
+            None => Box::new(CpuForward::new(decoder)?),
+        })
+    }
+}
