@@ -26,6 +26,16 @@ pub enum CorpusSource {
     Tokens(PathBuf),
 }
 
+impl CorpusSource {
+    /// Takes text files, and folders of them.
+    pub fn text(paths: impl IntoIterator<Item = PathBuf>) -> Self {
+        Self::Text(TextFiles {
+            paths: paths.into_iter().collect(),
+            field: None,
+        })
+    }
+}
+
 /// How the documents are cut into blocks and which part is held out.
 #[derive(Clone, Debug)]
 pub struct CorpusOptions {
@@ -39,6 +49,19 @@ pub struct CorpusOptions {
     pub holdout: f64,
     /// Seed of the UUIDs and of the draw of held-out blocks.
     pub seed: u64,
+}
+
+impl Default for CorpusOptions {
+    /// Returns the options of a calibration without any.
+    fn default() -> Self {
+        Self {
+            seq_len: None,
+            max_tokens: 65_536,
+            uuid_tokens: None,
+            holdout: 0.05,
+            seed: 0,
+        }
+    }
 }
 
 impl CorpusOptions {

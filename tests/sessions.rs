@@ -94,7 +94,7 @@ fn sequences_that_are_stepped_together_do_not_touch_each_other() {
                 .collect();
             let prepared = model.prepared(method);
             let mut engine = model.engine(prepared.as_ref(), options(budget, kv));
-            let mut open = |engine: &mut Engine, i: usize| {
+            let open = |engine: &mut Engine, i: usize| {
                 let id = engine.open(1).unwrap();
                 assert_eq!(engine.prefill(id, &prompts[i][..20]).unwrap(), expected[i][0]);
                 id

@@ -28,6 +28,7 @@ mod common;
 mod crashes;
 mod damage;
 mod docs;
+mod embed;
 mod errors;
 mod first_tries;
 mod format;

@@ -5,19 +5,22 @@ mod cpu;
 mod engine;
 pub mod eval;
 mod head;
+mod recommended;
 mod room;
 mod session;
 mod shares;
 mod trace;
 pub mod verdict;
 
-use crate::kv::packed::Layout;
+use crate::kv::packed::{Center, Layout};
+use crate::kv::static_set::{SINKS, WINDOW};
 use crate::kv::{Budget, KvType};
-use crate::method::Place;
+use crate::method::{CPU_GRANULE, Place};
 use crate::model::ModelConfig;
 pub use cpu::{CpuBackend, FilledHead};
 pub use engine::{Engine, SequenceId};
 pub(crate) use head::attend;
+pub use recommended::recommended;
 pub use session::{Backend, Session, StepAt};
 pub(crate) use shares::add_rows;
 pub use shares::{Counts, Shares};
@@ -41,6 +44,18 @@ pub struct Options {
 }
 
 impl Options {
+    /// Returns the options of a step with the static set of the command line, on the CPU.
+    pub fn new(budget: Budget, kv: KvType) -> Self {
+        Self {
+            sinks: SINKS,
+            window: WINDOW,
+            budget,
+            kv,
+            packed: Center::Median.into(),
+            granule: CPU_GRANULE,
+        }
+    }
+
     /// Describes a KV head of a model to its method.
     fn place(&self, config: &ModelConfig, layer: usize, kv_head: usize) -> Place {
         Place {

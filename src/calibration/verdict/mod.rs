@@ -55,6 +55,15 @@ impl Default for VerdictSettings {
 }
 
 impl VerdictSettings {
+    /// Returns the settings of a measurement on so many tokens of text, in blocks of at most `block` tokens.
+    pub fn on(tokens: usize, block: usize) -> Self {
+        Self {
+            tokens,
+            block,
+            ..Self::default()
+        }
+    }
+
     /// Counts the combinations of method and budget for an artifact of `n_sections` sections.
     pub fn variants(&self, n_sections: usize) -> usize {
         let methods = match self.methods.len() {

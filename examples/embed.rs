@@ -1,0 +1,60 @@
+//! kvsmith in another program: calibrates the bundled model, prints the verdict, steps sequences together.
+
+use std::path::Path;
+
+use kvsmith::artifact::Artifact;
+use kvsmith::calibration::{Calibration, Settings, verdict::VerdictSettings};
+use kvsmith::corpus::{Corpus, CorpusOptions, CorpusSource};
+use kvsmith::env::{Env, Silent};
+use kvsmith::model::{Decoder, tokenizer::Tokenizer};
+use kvsmith::runner::{Engine, recommended};
+use kvsmith::{compute::cpu::Cpu, disk::Output, error::Result, kv::sample::greedy, machine::Machine};
+
+/// Calibrates, then generates with what the verdict recommends.
+pub fn main() -> Result<()> {
+    let (folder, machine) = (Path::new("calib-data/model"), Machine::of(&Cpu, &Silent));
+    let model = Decoder::open(folder)?;
+    let (mut settings, mut cut) = (Settings::default(), CorpusOptions::default());
+    (cut.seq_len, cut.max_tokens) = (Some(256), 4096);
+    settings.verdict = Some(VerdictSettings::on(2048, 256));
+    let source = CorpusSource::text(["calib-data/text.txt".into()]);
+    let (text, beyond) =
+        Corpus::load_with_reserve(folder, &model.config, &source, &cut, settings.beyond(256))?;
+    let path = std::env::temp_dir().join(format!("kvsmith-{}.safetensors", std::process::id()));
+    let calibration = Calibration::new(machine, (&model, folder), &settings, (&text, &beyond))?;
+    let made = calibration.run(Output::create(&path)?, None)?;
+    let verdict = made.verdict.transpose()?.expect("the settings ask for one");
+    if let Some((row, measured)) = verdict.usual() {
+        let (name, budget, kl) = (&row.method, measured.budget, measured.kl);
+        println!("recommended: {name} with budget {budget}, KL {kl:.4}");
+    }
+
+    let artifact = Artifact::open(&path, kvsmith::method::sections::SECTIONS)?;
+    let (method, options) = recommended(&artifact, &model, 0)?;
+    let mut engine = Engine::new(machine.forward(&model, 512)?, method.as_ref(), options);
+    let tokenizer = Tokenizer::open(folder, &model.config)?;
+    let mut replies = Vec::new();
+    for prompt in [
+        "The lighthouse",
+        "In the morning the three of them walked down to",
+    ] {
+        let id = engine.open(64)?;
+        let logits = engine.prefill(id, &tokenizer.encode(prompt)?)?;
+        replies.push((id, vec![greedy(logits.view())?]));
+    }
+    let (third, env) = (engine.open(64)?, Env::default());
+    env.cancel.cancel(); // as another thread would
+    let ended = env.during(|| engine.prefill(third, &tokenizer.encode("A letter came.")?));
+    println!("third: {}", ended.expect_err("it was cancelled"));
+    for _ in 0..20 {
+        let fed: Vec<_> = replies
+            .iter()
+            .map(|(id, ids)| (*id, ids[ids.len() - 1]))
+            .collect();
+        for ((_, ids), logits) in replies.iter_mut().zip(engine.step(&fed)?) {
+            ids.push(greedy(logits.view())?);
+        }
+    }
+    let shown = |(id, ids): &(_, Vec<u32>)| tokenizer.decode(ids).map(|text| println!("{id}: {text}"));
+    replies.iter().try_for_each(shown)
+}

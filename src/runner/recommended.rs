@@ -1,0 +1,54 @@
+//! What an artifact's verdict recommends.
+
+use super::Options;
+use crate::artifact::Artifact;
+use crate::error::{Error, Result};
+use crate::kv::{Budget, KvType};
+use crate::method::Method;
+use crate::method::declaration::Ask;
+use crate::method::named::Named;
+use crate::method::params::MethodParams;
+use crate::method::tail::with_tail;
+use crate::model::Decoder;
+
+/// Prepares the method that an artifact recommends for a model, with the budget and the type of the cache that it was measured
+/// with.
+///
+/// # Errors
+/// The artifact has no verdict, or is for another model.
+pub fn recommended(artifact: &Artifact, decoder: &Decoder, seed: u64) -> Result<(Box<dyn Method>, Options)> {
+    let fingerprint = decoder.checkpoint.fingerprint(&decoder.config)?;
+    artifact.check_model(&fingerprint, decoder.config.sizes())?;
+    let verdict = artifact.manifest.quality.methods.as_ref();
+    let usual = verdict.and_then(|verdict| Some((verdict, verdict.usual()?)));
+    let (verdict, (row, of)) = usual.ok_or_else(|| {
+        Error::failed("the artifact has no verdict").hint("measure one, or choose a method and a budget")
+    })?;
+    let named = Named::parse(&row.method).ok_or_else(|| {
+        Error::failed(format!(
+            "the artifact recommends the unknown method `{}`",
+            row.method
+        ))
+        .hint("use the version of kvsmith that made the artifact")
+    })?;
+    let params = MethodParams::default();
+    let ask = Ask {
+        artifact: Some(artifact),
+        ropes: &decoder.ropes,
+        sizes: decoder.config.sizes(),
+        params: &params,
+        seed,
+    };
+    let method = named.method.prepare(&ask)?;
+    let method = if named.tail {
+        with_tail(method, &ask)?
+    } else {
+        method
+    };
+    let kv = KvType::named(&verdict.kv).unwrap_or(KvType::Bf16);
+    let options = Options {
+        packed: params.selfindex.layout(Some(artifact))?,
+        ..Options::new(Budget::Fraction(of.budget), kv)
+    };
+    Ok((method, options))
+}
