@@ -7,8 +7,8 @@ use kvsmith::cuda::layers::CudaLayers;
 use kvsmith::float::Float;
 use kvsmith::kv::KvType;
 use kvsmith::model::Decoder;
-use kvsmith::model::forward::{CpuLayers, Layers};
-use kvsmith::runner::{CpuBackend, Session};
+use kvsmith::model::forward::{CpuForward, CpuLayers, Forward, Layers};
+use kvsmith::runner::{CpuBackend, Engine, Session};
 use ndarray::{Array1, Array2, Array3};
 
 use super::Check;
@@ -26,6 +26,9 @@ pub fn cases() -> Vec<(String, Check)> {
         let golden = dir.clone();
         let check = move |driver: &dyn Driver| greedy_tokens(driver, &Golden::open(&golden));
         cases.push((format!("forward::{name}"), Box::new(check)));
+        let golden = dir.clone();
+        let check = move |driver: &dyn Driver| sequences(driver, &Golden::open(&golden));
+        cases.push((format!("sequences::{name}"), Box::new(check)));
         let check = move |driver: &dyn Driver| rounded(driver, &Golden::open(&dir));
         cases.push((format!("rounded::{name}"), Box::new(check)));
     }
@@ -104,6 +107,34 @@ pub fn same_replies(session: &mut Session, twin: &mut Session, golden: &Golden) 
         prompt = vec![*tokens.last().unwrap(), 5, 6, 7, 8];
     }
     true
+}
+
+/// Sequences of different lengths in one step: each row is rotated to the position of its own sequence.
+fn sequences(driver: &dyn Driver, golden: &Golden) {
+    let method = golden.method("full");
+    let options = options("1.0", KvType::F32);
+    let on_gpu = CudaForward::new(driver, &golden.decoder, Precision::F32).unwrap();
+    let on_cpu = CpuForward::new(&golden.decoder).unwrap();
+    let forwards: [Box<dyn Forward>; 2] = [Box::new(on_gpu), Box::new(on_cpu)];
+    let [found, expected] = forwards.map(|forward| {
+        let mut engine = Engine::new(forward, method.as_ref(), options);
+        let mut logits = Vec::new();
+        let prompts = [3, 8, 5].map(|n| &golden.ids[..n]);
+        let ids = prompts.map(|prompt| {
+            let id = engine.open(32).unwrap();
+            logits.push(engine.prefill(id, prompt).unwrap());
+            id
+        });
+        for step in 0..3 {
+            let fed = ids.map(|id| (id, golden.ids[step]));
+            logits.extend(engine.step(&fed).unwrap());
+        }
+        logits
+    });
+    for (i, (found, expected)) in found.iter().zip(&expected).enumerate() {
+        let off = worst(found, expected);
+        assert!(off < 1e-3, "logits {i} off by {off}");
+    }
 }
 
 /// Tokens and logits with exact attention on the CPU, over two turns.
