@@ -21,7 +21,7 @@ pub struct Word {
     pub help: &'static str,
 }
 
-/// A type whose values have names; [`choices!`](crate::choices) declares one.
+/// A type whose values have names; `choices!` declares one.
 pub trait Choice: Copy + 'static {
     /// The values, in the order of [`Choice::WORDS`].
     const ALL: &'static [Self];
@@ -57,7 +57,7 @@ pub enum Values {
 /// The number of tokens, positions or passes; these are stored as u32.
 pub const WHOLE: Values = Values::Whole(0, u32::MAX as u64);
 /// A number of things of which there must be some.
-pub const AT_LEAST_ONE: Values = Values::Whole(1, u32::MAX as u64);
+pub const AT_LEAST_ONE: Values = Values::Whole(1, u64::MAX);
 /// A weight or a number of deviations.
 pub const NOT_NEGATIVE: Values = Values::Number(Range::NotNegative);
 /// A multiple of something.
@@ -217,7 +217,7 @@ impl ParameterSet {
     };
 }
 
-/// A struct of parameters; [`parameters!`](crate::parameters) declares one.
+/// A struct of parameters; `parameters!` declares one.
 pub trait Parameters: Clone + Debug + Default + PartialEq + Serialize + DeserializeOwned {
     /// What they belong to, as a heading.
     const HEADING: &'static str;
@@ -303,7 +303,6 @@ pub fn phrase(text: &'static str) -> Cow<'static, str> {
 ///     }
 /// }
 /// ```
-#[macro_export]
 macro_rules! parameters {
     (
         $(#[doc = $about:literal])+
@@ -354,7 +353,6 @@ macro_rules! parameters {
 ///     }
 /// }
 /// ```
-#[macro_export]
 macro_rules! choices {
     (
         $(#[doc = $about:literal])+
@@ -394,6 +392,8 @@ macro_rules! choices {
         }
     };
 }
+
+pub(crate) use {choices, parameters};
 
 #[cfg(test)]
 mod tests {

@@ -233,7 +233,7 @@ fn replies_of_other_settings_and_other_files_are_not_mixed() {
     };
     fails("--temperature 0.5", "another `temperature`", "--overwrite");
     fails("--wpq-bits 32", "unexpected argument", "");
-    fails("--kv f32", "another `kv`", "--overwrite");
+    fails("--kv bf16", "another `kv`", "--overwrite");
     // With the same settings, there is nothing to do.
     let again = kvsmith(&batch.command(&input, &out, "--json")).json();
     assert_eq!(

@@ -13,7 +13,6 @@ use serde::{Deserialize, Serialize};
 use serde_json::json;
 
 use crate::artifact::{self, Artifact, Fit, FitInput, Section, Verdict, short};
-use crate::choices;
 use crate::corpus::{Beyond, Corpus, Origin, Reserve};
 use crate::disk::Output;
 use crate::env::Reporter;
@@ -21,6 +20,7 @@ use crate::error::Result;
 use crate::machine::Machine;
 use crate::method::a2ats::{self, LONGEST_CONTEXT};
 use crate::model::{Decoder, ModelConfig, ModelManifest, folder};
+use crate::parameters::choices;
 use crate::runner::verdict::Material;
 use crate::stats::moments::Position;
 use crate::work::WorkFolder;

@@ -28,11 +28,11 @@ pub mod team;
 
 use ndarray::{ArrayView2, ArrayViewMut2, Axis};
 
-use crate::choices;
 #[cfg(not(feature = "wgpu"))]
 use crate::error::Error;
 use crate::error::Result;
 use crate::float::Float;
+use crate::parameters::choices;
 use cuda::nvidia::Found;
 
 choices! {

@@ -1,8 +1,8 @@
 //! The element types of cached keys and values.
 
 use super::packed;
-use crate::choices;
 use crate::float::Float;
+use crate::parameters::choices;
 
 choices! {
     /// Element type of cached keys and values.

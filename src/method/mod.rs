@@ -41,12 +41,12 @@ use ndarray::{Array2, ArrayView2, ArrayView3, s};
 use self::cuda::CudaMethod;
 pub use self::reads::{CPU_GRANULE, CUDA_GRANULE, Reads};
 use self::tail::Tail;
-use crate::choices;
 use crate::compute::attention::{Partial, visible};
 use crate::compute::gemm;
 use crate::compute::layout::{elements, elements_mut};
 use crate::compute::simd;
 use crate::kv::{Budget, KvHead, KvType};
+use crate::parameters::choices;
 
 /// A method prepared for all heads of a model.
 pub trait Method: Send + Sync {

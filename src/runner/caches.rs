@@ -3,17 +3,21 @@
 use ndarray::{Array1, ArrayViewMut3, Axis};
 
 use super::head::{Chooser, Head, Token, prefill_heads};
+use super::options::Options;
 use super::session::StepAt;
 use super::shares::{Counts, Shares};
 use super::trace::Trace;
-use super::{FilledHead, Options};
+
 use crate::compute::team;
 use crate::error::Result;
 use crate::kv::{KvHead, StaticSet};
 use crate::method::full::Full;
-use crate::method::{Choice, Method, Reads};
+use crate::method::{Choice, Method, Reads, Retriever};
 use crate::model::ModelConfig;
 use crate::model::forward::{Forward, Rows};
+
+/// A cache that is filled already, and the index of its rows.
+pub type FilledHead = (KvHead, Box<dyn Retriever>);
 
 /// The caches and indexes of every KV head of one sequence, and what its decode steps read.
 pub(super) struct Caches {

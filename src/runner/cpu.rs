@@ -2,19 +2,16 @@
 
 use ndarray::Array1;
 
-use super::caches::{Caches, Fed, step};
-use super::session::{Backend, StepAt};
+use super::caches::{Caches, Fed, FilledHead, step};
+use super::options::Options;
+use super::session::{Backend, Session, StepAt};
 use super::shares::{Counts, Shares};
 use super::trace::Trace;
-use super::{Options, Session};
+
 use crate::error::{Error, Result};
-use crate::kv::KvHead;
-use crate::method::{Method, Retriever};
+use crate::method::Method;
 use crate::model::Decoder;
 use crate::model::forward::{CpuForward, Forward};
-
-/// A cache that is filled already, and the index of its rows.
-pub type FilledHead = (KvHead, Box<dyn Retriever>);
 
 /// A model on any device, with the caches and indexes of every KV head on the CPU.
 pub struct CpuBackend<'a> {

@@ -6,9 +6,10 @@ use std::fmt;
 use ndarray::Array1;
 
 use super::caches::{Caches, Fed, step};
+use super::options::Options;
+use super::room;
 use super::session::StepAt;
 use super::shares::{Counts, Shares};
-use super::{Options, room};
 use crate::error::{Error, Result};
 use crate::method::Method;
 use crate::model::forward::Forward;

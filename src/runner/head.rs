@@ -9,7 +9,7 @@ use crate::kv::{Budget, KvHead, StaticSet};
 use crate::method::tail::Tail;
 use crate::method::{Choice, Method, Place, Prompt, Reads, Retriever, Step};
 use crate::model::forward::{Context, Rows};
-use crate::runner::Options;
+use crate::runner::options::Options;
 use crate::runner::shares::add_rows;
 
 /// One KV head along one trajectory.

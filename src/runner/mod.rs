@@ -5,6 +5,7 @@ mod cpu;
 mod engine;
 pub mod eval;
 mod head;
+mod options;
 mod recommended;
 mod room;
 mod session;
@@ -12,62 +13,13 @@ mod shares;
 mod trace;
 pub mod verdict;
 
-use crate::kv::packed::{Center, Layout};
-use crate::kv::static_set::{SINKS, WINDOW};
-use crate::kv::{Budget, KvType};
-use crate::method::{CPU_GRANULE, Place};
-use crate::model::ModelConfig;
-pub use cpu::{CpuBackend, FilledHead};
+pub use caches::FilledHead;
+pub use cpu::CpuBackend;
 pub use engine::{Engine, SequenceId};
 pub(crate) use head::attend;
+pub use options::Options;
 pub use recommended::recommended;
 pub use session::{Backend, Session, StepAt};
 pub(crate) use shares::add_rows;
 pub use shares::{Counts, Shares};
 pub use trace::Trace;
-
-/// What bounds a decode step's reads.
-#[derive(Clone, Copy, Debug)]
-pub struct Options {
-    /// First positions that are always attended.
-    pub sinks: usize,
-    /// Last positions that are always attended, the current one included.
-    pub window: usize,
-    /// How many other positions the method may choose.
-    pub budget: Budget,
-    /// Element type of the cache.
-    pub kv: KvType,
-    /// How the 2-bit cache holds its rows.
-    pub packed: Layout,
-    /// How many bytes the machine's memory moves at once, a power of two; see [`Reads`](crate::method::Reads).
-    pub granule: usize,
-}
-
-impl Options {
-    /// Returns the options of a step with the static set of the command line, on the CPU.
-    pub fn new(budget: Budget, kv: KvType) -> Self {
-        Self {
-            sinks: SINKS,
-            window: WINDOW,
-            budget,
-            kv,
-            packed: Center::Median.into(),
-            granule: CPU_GRANULE,
-        }
-    }
-
-    /// Describes a KV head of a model to its method.
-    fn place(&self, config: &ModelConfig, layer: usize, kv_head: usize) -> Place {
-        Place {
-            layer,
-            kv_head,
-            group: config.group(),
-            head_dim: config.head_dim,
-            model_window: config.blocks[layer].window,
-            sinks: self.sinks,
-            window: self.window,
-            budget: self.budget,
-            kv: self.kv,
-        }
-    }
-}

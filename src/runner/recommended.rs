@@ -1,6 +1,6 @@
 //! What an artifact's verdict recommends.
 
-use super::Options;
+use super::options::Options;
 use crate::artifact::Artifact;
 use crate::error::{Error, Result};
 use crate::kv::{Budget, KvType};

@@ -1,6 +1,6 @@
 //! Whether the machine's memory has room for caches, before they are allocated.
 
-use super::Options;
+use super::options::Options;
 use crate::error::{Error, Result};
 use crate::model::ModelConfig;
 use crate::wording::size;

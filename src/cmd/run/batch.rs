@@ -8,9 +8,10 @@ use serde::{Deserialize, Serialize};
 use serde_json::{Value, json};
 use sha2::{Digest, Sha256};
 
-use super::conversation::Stop;
+use super::args::Args;
+use super::ready::Ready;
+use super::stop::Stop;
 use super::written::Written;
-use super::{Args, Ready};
 use crate::cmd::args::Global;
 use crate::cmd::reading::Reading;
 use crate::cmd::{output, print_json};
@@ -24,9 +25,6 @@ use crate::model::tokenizer::Tokenizer;
 use crate::runner::{Counts, Engine, SequenceId};
 use crate::store::hex;
 use crate::wording::{counted, duration};
-
-/// Sequences at a time without `--sequences`: as many as give the bits that each gives alone.
-pub const SEQUENCES: usize = 4;
 
 /// Lines that cannot be answered that are named one by one.
 const NAMED: usize = 5;

@@ -1,6 +1,6 @@
 //! What a run reads: the method and the budget of the flags, or a setting of the artifact's verdict.
 
-use super::Args;
+use super::args::Args;
 use super::prefer::{Prefer, fastest};
 use crate::artifact::{Artifact, Measured, MethodLoss, Verdict};
 use crate::cmd::args::Global;

@@ -2,10 +2,11 @@
 
 use serde_json::{Value, json};
 
+use super::args::Args;
 use super::choice::{BUDGET, Choice};
 use super::conversation::Conversation;
+use super::ready::open_session;
 use super::turns::{Turn, Turns};
-use super::{Args, open_session};
 use crate::artifact::{Artifact, Verdict};
 use crate::cmd::args::Global;
 use crate::cmd::named::Named;

@@ -2,9 +2,11 @@
 
 use std::time::Instant;
 
+use super::args::Args;
+use super::choice::Choice;
+use super::stop::Stop;
 use super::turns::{Turn, Turns};
 use super::written::Written;
-use super::{Args, Choice};
 use crate::artifact::Artifact;
 use crate::cmd::args::Global;
 use crate::cmd::print;
@@ -16,24 +18,6 @@ use crate::kv::sample::Sampler;
 use crate::method::registry::FULL;
 use crate::runner::Session;
 use crate::wording::{counted, size};
-
-/// Why a reply ended.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, serde::Serialize)]
-#[serde(rename_all = "lowercase")]
-pub(super) enum Stop {
-    /// At a stop token of the model, which is the last token of the reply.
-    #[serde(rename = "stop")]
-    Token,
-    /// Before a text of `--stop`.
-    #[serde(rename = "stop")]
-    Text,
-    /// At the maximum number of tokens.
-    Length,
-    /// At the model's context.
-    Context,
-    /// At an interrupt by the user.
-    Interrupted,
-}
 
 /// Why a conversation ended.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

@@ -2,8 +2,7 @@
 
 use serde_json::{Value, json};
 
-use super::conversation::tokens;
-use super::{Conversation, Reply};
+use super::conversation::{Conversation, Reply, tokens};
 use crate::cmd::terminal::columns;
 use crate::cmd::{merge, print_json};
 use crate::error::Result;

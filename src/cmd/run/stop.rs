@@ -1,4 +1,22 @@
-//! The texts of `--stop`: a reply ends before the first of them.
+//! Why replies end, and the texts of `--stop`: a reply ends before the first of them.
+
+/// Why a reply ended.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, serde::Serialize)]
+#[serde(rename_all = "lowercase")]
+pub(super) enum Stop {
+    /// At a stop token of the model, which is the last token of the reply.
+    #[serde(rename = "stop")]
+    Token,
+    /// Before a text of `--stop`.
+    #[serde(rename = "stop")]
+    Text,
+    /// At the maximum number of tokens.
+    Length,
+    /// At the model's context.
+    Context,
+    /// At an interrupt by the user.
+    Interrupted,
+}
 
 /// A filter that passes on the text of a reply up to a stop text, and holds back text that may begin a stop text.
 pub struct StopText<'a> {

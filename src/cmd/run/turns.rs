@@ -3,8 +3,9 @@
 
 use std::path::Path;
 
+use super::args::Args;
+use super::conversation::Reply;
 use super::lines::{Line, Lines};
-use super::{Args, Reply};
 use crate::cmd::terminal::Log;
 use crate::corpus::read_tokens;
 use crate::error::{Error, Result};

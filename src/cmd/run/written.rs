@@ -1,8 +1,7 @@
 //! A reply while it is written: its tokens, its text, and when it ends.
 
-use super::Args;
-use super::conversation::Stop;
-use super::stop::StopText;
+use super::args::Args;
+use super::stop::{Stop, StopText};
 use crate::env;
 use crate::error::Result;
 use crate::model::ModelConfig;

@@ -1,10 +1,10 @@
 //! The options of the 2-bit cache: how keys are centred, and ablations of the format.
 
+use crate::parameters::choices;
 use ndarray::{ArrayView2, Axis};
 use rayon::prelude::*;
 
 use super::FULL;
-use crate::choices;
 
 choices! {
     /// How the centre of a channel is computed; signs are taken relative to it.

@@ -1,7 +1,6 @@
 //! The parameters of a2ats.
 
-use crate::parameters;
-use crate::parameters::SHARE;
+use crate::parameters::{SHARE, parameters};
 
 parameters! {
     /// The parameters of a2ats.

@@ -14,13 +14,14 @@ use crate::env::Reporter;
 use crate::error::{Error, Result};
 use crate::method::weak::worst_of;
 use crate::model::Sizes;
-use crate::parameters::{Choice, ParameterSet, Parameters, SHARE_OR_ZERO, Values, WHOLE};
+use crate::parameters::{
+    Choice, ParameterSet, Parameters, SHARE_OR_ZERO, Values, WHOLE, choices, parameters,
+};
 use crate::stats::kmeans::{Init, KMeansParams, MAX_SIZE};
 use crate::stats::moments::Position;
 use crate::stats::whiten::EPS;
 use crate::store::Spec;
 use crate::wording::counted;
-use crate::{choices, parameters};
 
 /// Name of the section in an artifact.
 pub const SECTION: &str = "a2ats";

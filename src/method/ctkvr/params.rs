@@ -4,8 +4,7 @@ use rand::SeedableRng;
 use rand::seq::index;
 use rand_chacha::ChaCha8Rng;
 
-use crate::parameters::{AT_LEAST_ONE, Choice, MULTIPLE, SWITCH, Values, WHOLE};
-use crate::{choices, parameters};
+use crate::parameters::{AT_LEAST_ONE, Choice, MULTIPLE, SWITCH, Values, WHOLE, choices, parameters};
 
 choices! {
     /// Which prompt queries become centroids.

@@ -1,7 +1,6 @@
 //! The parameters of doublesparsity.
 
-use crate::parameters;
-use crate::parameters::AT_LEAST_ONE;
+use crate::parameters::{AT_LEAST_ONE, parameters};
 
 parameters! {
     /// The parameters of doublesparsity.

@@ -1,8 +1,7 @@
 //! The parameters of lfps.
 
 use super::threshold::Threshold;
-use crate::parameters;
-use crate::parameters::{Choice, NOT_NEGATIVE, SHARE, Values, WHOLE};
+use crate::parameters::{Choice, NOT_NEGATIVE, SHARE, Values, WHOLE, parameters};
 
 parameters! {
     /// The parameters of lfps.

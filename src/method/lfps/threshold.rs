@@ -1,6 +1,6 @@
 //! Determines the candidates that the tables propose: thresholds and neighbours, arXiv 2506.15704, Eq. 7-9.
 
-use crate::choices;
+use crate::parameters::choices;
 
 choices! {
     /// How the thresholds of the tables are set.

@@ -1,8 +1,7 @@
 //! The parameters of pqcache.
 
 use crate::error::{Error, Result};
-use crate::parameters;
-use crate::parameters::{AT_LEAST_ONE, Values};
+use crate::parameters::{AT_LEAST_ONE, Values, parameters};
 
 parameters! {
     /// The parameters of pqcache; by default those of the authors' scripts.

@@ -1,7 +1,6 @@
 //! The parameters of quest.
 
-use crate::parameters;
-use crate::parameters::Values;
+use crate::parameters::{Values, parameters};
 
 /// Positions per page by default, as in the paper.
 pub const PAGE: usize = 16;

@@ -15,8 +15,7 @@ use crate::compute::device::{SignSums, Statistic};
 use crate::env;
 use crate::error::{Error, Result};
 use crate::kv::packed::Center;
-use crate::parameters;
-use crate::parameters::{Choice, Values};
+use crate::parameters::{Choice, Values, parameters};
 
 /// Returns the sign pattern of four channels: bit e is set where `x[e] > 0`.
 ///

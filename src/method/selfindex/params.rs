@@ -1,8 +1,7 @@
 //! The parameters of selfindex and of the 2-bit cache.
 
 use crate::kv::packed::{Center, FULL};
-use crate::parameters::{Choice, SWITCH, Values, WHOLE};
-use crate::{choices, parameters};
+use crate::parameters::{Choice, SWITCH, Values, WHOLE, choices, parameters};
 
 choices! {
     /// Where the centroids come from.

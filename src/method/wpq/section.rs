@@ -12,10 +12,9 @@ use crate::artifact::{
 use crate::error::{Error, Result};
 use crate::method::weak::worst_of;
 use crate::model::Sizes;
-use crate::parameters::{Choice, ParameterSet, Parameters, Values};
+use crate::parameters::{Choice, ParameterSet, Parameters, Values, choices, parameters};
 use crate::stats::whiten::EPS;
 use crate::store::Spec;
-use crate::{choices, parameters};
 
 /// Name of the section in an artifact.
 pub const SECTION: &str = "wpq";
