@@ -167,7 +167,7 @@ fn what_cannot_be_timed_is_refused() {
     kvsmith("bench retrieve --device cuda --methods a2ats --ranking plain").fails(3, "plain", "--device cpu");
     kvsmith("bench retrieve --device wgpu").fails(3, "wgpu", "--device cpu");
     kvsmith("bench decode --device wgpu").fails(3, "wgpu", "--device cpu");
-    kvsmith("bench decode --device cpu --batch 2").fails(2, "one sequence on the CPU", "--batch");
+    kvsmith("bench decode --device cpu --batch 60000").fails(2, "the data needs", "--batch");
     kvsmith("bench decode --device cpu --methods random").fails(2, "random", "wpq");
     kvsmith("bench decode --device cpu --context 16M").fails(2, "the data needs", "--context");
     let absent = kvsmith("bench decode --device cpu --model nope");
@@ -214,6 +214,17 @@ fn whole_models_are_timed_on_the_cpu() {
         let rows = number(row, "bytes") - number(row, "weight_bytes");
         let most = share * number(row, "kv_bytes");
         assert!(rows <= most && rows > 0.8 * most, "{rows} {most}");
+    }
+    // Three sequences in one step read three times the rows, and the weights once.
+    let together = rows(&format!("bench decode --model {model} {bench} --batch 3"));
+    for (three, one) in together.iter().zip(&found) {
+        let [seconds, rate] = ["median_s", "tokens_per_s"].map(|key| number(three, key));
+        assert!((seconds * rate - 3.0).abs() < 1e-9, "{three}");
+        let read = |row: &Value| number(row, "bytes") - number(row, "weight_bytes");
+        assert!((read(three) / read(one) - 3.0).abs() < 1e-9, "{three} {one}");
+        assert_eq!(three["bytes_read_fraction"], one["bytes_read_fraction"]);
+        assert_eq!(number(three, "kv_bytes"), 3.0 * number(one, "kv_bytes"));
+        assert_eq!(three["batch"], json!(3));
     }
     // The same budget and positions through `run`: the static set and the chosen positions are the same.
     let prompt = scratch.tokens("prompt.json", &documents(&[300], 5));

@@ -2,7 +2,7 @@
 
 use ndarray::Array1;
 
-use super::caches::{Caches, Fed, FilledHead, step};
+use super::caches::{Caches, Fed, step};
 use super::options::Options;
 use super::session::{Backend, Session, StepAt};
 use super::shares::{Counts, Shares};
@@ -30,20 +30,10 @@ impl<'a> CpuBackend<'a> {
         options: Options,
         capacity: usize,
     ) -> Self {
-        let caches = Caches::new(&forward.decoder().config, method, &options, capacity);
-        Self::of(forward, options, caches)
-    }
-
-    /// Makes a backend whose caches and indexes are filled already, by layer and KV head.
-    pub fn filled(forward: Box<dyn Forward + 'a>, options: Options, heads: Vec<Vec<FilledHead>>) -> Self {
-        Self::of(forward, options, Caches::filled(heads))
-    }
-
-    fn of(forward: Box<dyn Forward + 'a>, options: Options, caches: Caches) -> Self {
         Self {
+            caches: Caches::new(&forward.decoder().config, method, &options, capacity),
             forward,
             options,
-            caches,
             logits: Array1::default(0),
         }
     }

@@ -5,7 +5,7 @@ use std::fmt;
 
 use ndarray::Array1;
 
-use super::caches::{Caches, Fed, step};
+use super::caches::{Caches, Fed, FilledHead, step};
 use super::options::Options;
 use super::room;
 use super::session::StepAt;
@@ -67,16 +67,26 @@ impl<'a> Engine<'a> {
     pub fn open(&mut self, capacity: usize) -> Result<SequenceId> {
         self.check_room(capacity)?;
         let config = &self.forward.decoder().config;
+        let caches = Caches::new(config, self.method, &self.options, capacity);
+        Ok(self.add(caches, capacity, 0))
+    }
+
+    /// Takes in a sequence whose caches and indexes are filled already, by layer and KV head, with `positions` positions.
+    pub fn adopt(&mut self, heads: Vec<Vec<FilledHead>>, positions: usize) -> SequenceId {
+        self.add(Caches::filled(heads), positions, positions)
+    }
+
+    fn add(&mut self, caches: Caches, capacity: usize, positions: usize) -> SequenceId {
         let id = SequenceId(self.opened);
         self.opened += 1;
         let sequence = Sequence {
-            caches: Caches::new(config, self.method, &self.options, capacity),
+            caches,
             capacity,
-            positions: 0,
+            positions,
             steps: 0,
         };
         self.sequences.insert(id, sequence);
-        Ok(id)
+        id
     }
 
     /// Checks that there is memory for another sequence, besides what the open ones will still take.

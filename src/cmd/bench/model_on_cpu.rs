@@ -19,22 +19,19 @@ use crate::cmd::{merge, open_model};
 use crate::env;
 use crate::error::{Error, Result};
 use crate::kv::KvType;
-use crate::method::Ranking;
 use crate::method::bench::{Bench, CodeForm, TimedLayer};
+use crate::method::full::Full;
 use crate::method::registry::MethodName;
+use crate::method::{Place, Ranking};
 use crate::model::forward::CpuForward;
 use crate::model::{Decoder, Forward as _, ModelConfig, folder, random};
-use crate::runner::{Backend as _, Counts, CpuBackend, FilledHead, StepAt};
+use crate::runner::{Counts, Engine, FilledHead, SequenceId};
 
 /// The token that every step feeds.
 const TOKEN: u32 = 0;
 
 /// Times every combination of model, context and method.
 pub(super) fn run(args: &ModelArgs, global: &Global) -> Result<()> {
-    if args.caches.batch.iter().any(|batch| *batch != 1) {
-        return Err(Error::usage("`bench decode` times one sequence on the CPU")
-            .hint("omit --batch, or use --device cuda"));
-    }
     if let Some(name) = without(&args.methods, |_| true) {
         return Err(
             Error::usage(format!("`bench decode` does not time method `{name}`"))
@@ -99,10 +96,12 @@ impl Timing<'_> {
     fn all(&mut self, name: &str, forward: &CpuForward) -> Result<()> {
         let args = self.args;
         for &context in &args.context {
-            for &method in &args.methods {
-                env::check()?;
-                if let Some(bench) = method.bench() {
-                    self.add(name, forward, context, (method, bench))?;
+            for &sequences in &args.caches.batch {
+                for &method in &args.methods {
+                    env::check()?;
+                    if let Some(bench) = method.bench() {
+                        self.add(name, forward, [sequences, context], (method, bench))?;
+                    }
                 }
             }
         }
@@ -114,7 +113,7 @@ impl Timing<'_> {
         &mut self,
         name: &str,
         forward: &CpuForward,
-        context: usize,
+        [sequences, context]: [usize; 2],
         (method, bench): (MethodName, &'static dyn Bench),
     ) -> Result<()> {
         let (args, caches, c) = (self.args, &self.args.caches, &forward.decoder().config);
@@ -131,39 +130,47 @@ impl Timing<'_> {
         };
         let group = c.n_heads / c.n_kv_heads;
         let setting = LayerSetting::attending(caches, layer, group, method, bench);
-        let mut backend = CpuBackend::filled(Box::new(forward), options, filled(&setting, c.n_layers())?);
+        // No sequence is opened, so that nothing asks this method.
+        let unasked = |_: &Place| Full;
+        let mut engine = Engine::new(Box::new(forward), &unasked, options);
+        let heads = (0..sequences).map(|_| filled(&setting, c.n_layers()));
+        let ids = heads.map(|heads| Ok(engine.adopt(heads?, context)));
+        let ids: Vec<SequenceId> = ids.collect::<Result<_>>()?;
+        let fed: Vec<(SequenceId, u32)> = ids.iter().map(|id| (*id, TOKEN)).collect();
         let mut steps = 0;
         let times = measure(args.runs, || {
             let start = Instant::now();
             for _ in 0..STEPS {
-                let at = StepAt {
-                    position: context + steps,
-                    step: steps,
-                };
-                backend.step(TOKEN, at, None)?;
+                engine.step(&fed)?;
                 steps += 1;
             }
             Ok(start.elapsed().as_secs_f64() / STEPS as f64)
         })?;
         let times = Times::from(times);
-        let counts: Counts = backend.counts()?.into_iter().sum();
+        let counts: Vec<&[Counts]> = ids.iter().map(|id| engine.counts(*id)).collect::<Result<_>>()?;
+        let counts: Counts = counts.concat().into_iter().sum();
         let d = c.head_dim;
         let rows = counts.bytes(caches.kv, d).unwrap_or_default() as f64 / steps as f64;
         let moved = forward.bytes() as f64 + rows;
-        let rate = 1.0 / times.median;
+        let rate = sequences as f64 / times.median;
+        let [kv_bytes, index_bytes] = engine.bytes();
         let weights = forward.decoder().head.weight.stored().name();
         let mut more = json!({
-            "tokens_per_s": rate, "kv_read_fraction": backend.shares(steps)?.read,
-            "bytes_read_fraction": counts.bytes_fraction(caches.kv, d), "granule": backend.granule(),
+            "tokens_per_s": rate, "kv_read_fraction": engine.shares(ids[0])?.read,
+            "bytes_read_fraction": counts.bytes_fraction(caches.kv, d), "granule": options.granule,
             "bytes_moved_fraction": counts.moved_fraction(caches.kv, d),
             "scratch_bytes_fraction": counts.scratch_fraction(caches.kv, d),
-            "bytes": moved, "weights": weights, "weight_bytes": forward.bytes(), "index_bytes": backend.index_bytes(),
-            "kv_bytes": backend.kv_bytes(), "context": context, "method": method.as_str(),
+            "bytes": moved, "weights": weights, "weight_bytes": forward.bytes(), "index_bytes": index_bytes,
+            "kv_bytes": kv_bytes, "batch": sequences, "context": context, "method": method.as_str(),
         });
         let (rates, said) = against_read_loop(moved, times.median, self.bandwidth);
         merge(&mut more, &rates);
+        let batch = match sequences {
+            1 => String::new(),
+            n => format!("batch {n}, "),
+        };
         let shape = format!(
-            "{name}, {weights} weights, {context} positions, {}, budget {}",
+            "{batch}{name}, {weights} weights, {context} positions, {}, budget {}",
             caches.kv.as_str(),
             caches.budget.value()
         );
@@ -188,12 +195,13 @@ impl Timing<'_> {
 /// Fails if `weights` bytes and the largest caches, without indexes, do not fit into the free memory.
 fn check(args: &ModelArgs, c: &ModelConfig, weights: f64) -> Result<()> {
     let context = args.context.iter().copied().max().unwrap_or_default();
+    let most = args.caches.batch.iter().copied().max().unwrap_or(1);
     let what = format!("{context} positions and {} runs", args.runs);
     check_memory(
         &what,
-        weights + args.cache_bytes(c, context),
+        weights + most as f64 * args.cache_bytes(c, context),
         free_bytes(),
-        "reduce --context or --runs, or use a smaller model",
+        "reduce --context, --batch or --runs, or use a smaller model",
     )
 }
 
