@@ -28,8 +28,8 @@ pub fn main() -> Result<()> {
         let (name, budget, kl) = (&row.method, measured.budget, measured.kl);
         println!("recommended: {name} with budget {budget}, KL {kl:.4}");
     }
-
     let artifact = Artifact::open(&path, kvsmith::method::sections::SECTIONS)?;
+    let _ = std::fs::remove_file(path); // it is open
     let (method, options) = recommended(&artifact, &model, 0)?;
     let mut engine = Engine::new(machine.forward(&model, 512)?, method.as_ref(), options);
     let tokenizer = Tokenizer::open(folder, &model.config)?;

@@ -23,8 +23,12 @@ check() {
         exit 1
     fi
 }
-for crate in clap indicatif console rustyline signal-hook; do
+for crate in clap clap_complete clap_mangen indicatif console rustyline signal-hook; do
     check cli "$crate"
 done
-check cuda cudarc
-check wgpu wgpu
+for crate in cudarc libloading; do
+    check cuda "$crate"
+done
+for crate in wgpu pollster naga; do
+    check wgpu "$crate"
+done

@@ -114,8 +114,8 @@ pub enum Isolation {
     /// In a fork of the process, with limits on memory and time.
     #[default]
     Fork,
-    /// On a thread of the process: for hosts that may not fork. Only a template's steps are limited, so that input which
-    /// asks for more memory than there is can end the process.
+    /// On a thread of the process: for hosts that may not fork. Only a template's steps are limited: input that asks for more
+    /// memory than there is can end the process, and work that does not end cannot be cancelled.
     Thread,
 }
 

@@ -1,4 +1,4 @@
-//! Returning freed memory to the system.
+//! The memory of the process: how much it may still take, and returning freed memory to the system.
 
 /// Allocations of at least this size get a mapping of their own. This is glibc's initial threshold; setting it keeps
 /// glibc from raising it.
@@ -25,4 +25,38 @@ pub fn trim() {
     unsafe {
         libc::malloc_trim(0);
     }
+}
+
+/// Returns the bytes that the process may still take: the free memory, or what is left of the limit of its control group or of
+/// its address space if that is less; the largest number where the system does not tell.
+pub fn free_bytes() -> usize {
+    let mut limit = libc::rlimit {
+        rlim_cur: libc::RLIM_INFINITY,
+        rlim_max: libc::RLIM_INFINITY,
+    };
+    // SAFETY: the call only fills the struct.
+    unsafe { libc::getrlimit(libc::RLIMIT_AS, &mut limit) };
+    // An unlimited address space is reported as the largest number.
+    let limit = usize::try_from(limit.rlim_cur).unwrap_or(usize::MAX);
+    let free = proc_bytes("/proc/meminfo", "MemAvailable:").unwrap_or(usize::MAX);
+    let group = group_bytes().unwrap_or(usize::MAX);
+    // No allocation can be larger than this.
+    free.min(limit).min(group).min(isize::MAX as usize)
+}
+
+/// Returns what is left of the memory limit of a container's control group (cgroup v2); `None` without one.
+fn group_bytes() -> Option<usize> {
+    let number = |name: &str| -> Option<usize> {
+        let text = std::fs::read_to_string(format!("/sys/fs/cgroup/{name}")).ok()?;
+        text.trim().parse().ok()
+    };
+    Some(number("memory.max")?.saturating_sub(number("memory.current")?))
+}
+
+/// Reads an amount of memory from a file of `/proc`, in bytes; `None` where the system does not tell.
+pub fn proc_bytes(path: &str, label: &str) -> Option<usize> {
+    let text = std::fs::read_to_string(path).ok()?;
+    let line = text.lines().find_map(|line| line.strip_prefix(label))?;
+    let kib: usize = line.split_whitespace().next()?.parse().ok()?;
+    Some(kib * 1024)
 }

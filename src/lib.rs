@@ -1,7 +1,8 @@
 //! kvsmith calibrates, packages and runs sparse KV-cache retrieval for Hugging Face checkpoints.
 //!
 //! The modules, from the ground up; each uses those above it in this list and none below. The last is the command line,
-//! behind the feature `cli`: nothing below it prints, reads flags or handles signals ([`env`] is what it asks of its host).
+//! behind the feature `cli`: nothing below it prints or reads flags ([`env`] is what it asks of its host), and a signal is
+//! handled only if the host asks for it ([`mapped::install`], [`unfinished::install`]).
 //!
 //! 1. [`error`], [`env`], [`mapped`], [`unfinished`], [`sandbox`], [`numbers`], [`parameters`], [`wording`], [`float`],
 //!    [`heap`], [`quant`], [`weight`]: the ground;

@@ -83,11 +83,11 @@ impl<'a> Machine<'a> {
         })
     }
 
-    /// Prepares a model for inference with prompts of up to `longest` tokens: on the device if that is a GPU, else on the
-    /// CPU.
+    /// Prepares a model for inference with prompts of up to `longest` tokens: on the device if that is a GPU that can run it,
+    /// else on the CPU.
     ///
     /// # Errors
-    /// Weights that cannot be read; too little memory on the GPU.
+    /// As [`Machine::can_run`]; weights that cannot be read; too little memory on the GPU.
     pub fn forward<'l>(&self, decoder: &'l Decoder, longest: usize) -> Result<Box<dyn Forward + 'l>>
     where
         'a: 'l,
@@ -101,7 +101,8 @@ impl<'a> Machine<'a> {
             decoder,
             precision: self.precision,
         };
-        Ok(match self.device.cuda() {
+        let on_gpu = self.can_run(decoder)?;
+        Ok(match self.device.cuda().filter(|_| on_gpu) {
             Some(driver) => Box::new(source(driver).forward(&extent, &|text| self.reporter.detail(text))?),
             None => Box::new(CpuForward::new(decoder)?),
         })

@@ -161,7 +161,7 @@ impl Values {
     /// Describes the values, as in "expected ...".
     pub fn described(self) -> String {
         match self {
-            Self::Whole(1, most) if most >= u32::MAX.into() => "a whole number of at least 1".to_owned(),
+            Self::Whole(least, u64::MAX) => format!("a whole number of at least {least}"),
             Self::Whole(least, most) => format!("a whole number from {least} to {most}"),
             Self::CountOrAll => format!("{}, or `{ALL}`", WHOLE.described()),
             Self::Number(range) => range.described().to_owned(),
@@ -209,6 +209,14 @@ pub struct ParameterSet {
 }
 
 impl ParameterSet {
+    /// Checks values by name; absent ones have their defaults.
+    ///
+    /// # Errors
+    /// A name or a value that is not among those of the declaration.
+    pub fn check(&self, values: &Map<String, Value>) -> Result<()> {
+        check(self.parameters, values, &(self.defaults)())
+    }
+
     /// No parameters.
     pub const NONE: Self = Self {
         heading: "",
@@ -274,7 +282,10 @@ fn check(known: &[Parameter], values: &Map<String, Value>, defaults: &Map<String
         let Some(parameter) = parameter else {
             let names: Vec<&str> = known.iter().map(|parameter| parameter.name).collect();
             let error = Error::usage(format!("there is no parameter `{name}`"));
-            return Err(error.hint(format!("the parameters are {}", names.join(", "))));
+            return Err(error.hint(match names.is_empty() {
+                true => "remove it: nothing can be set here".to_owned(),
+                false => format!("the parameters are {}", names.join(", ")),
+            }));
         };
         // What is absent by default may be absent.
         let is_absent = value.is_null() && defaults.get(name).is_some_and(Value::is_null);

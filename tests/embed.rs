@@ -4,6 +4,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 
 use kvsmith::env::{Env, Isolation};
 use kvsmith::model::{Decoder, tokenizer::Tokenizer};
+use kvsmith::sandbox::{self, Allowance};
 
 use crate::common::root;
 
@@ -29,9 +30,24 @@ fn the_example_runs_beside_other_threads() {
     });
 }
 
-/// A host that may not fork gets the same tokens.
+/// A host that may not fork gets the same tokens, from its own process.
 #[test]
 fn a_host_can_decline_forks() {
+    let limits = Allowance {
+        memory_bytes: 64 << 20,
+        seconds: 5,
+    };
+    let process = |isolation| {
+        let env = Env {
+            isolation,
+            ..Env::default()
+        };
+        let work = || Ok(std::process::id().to_le_bytes().to_vec());
+        env.during(|| sandbox::run(limits, work)).unwrap()
+    };
+    let own = std::process::id().to_le_bytes().to_vec();
+    assert_eq!(process(Isolation::Thread), own);
+    assert_ne!(process(Isolation::Fork), own);
     let folder = root().join("calib-data/model");
     let decoder = Decoder::open(&folder).unwrap();
     let tokens = |isolation| {

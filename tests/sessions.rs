@@ -183,9 +183,12 @@ fn what_an_engine_cannot_do_is_refused_and_changes_nothing() {
     );
     let error = engine.open(usize::MAX / 2).unwrap_err().to_string();
     assert!(error.contains("of memory are free"), "{error}");
-    // Cancelled work closes its sequences.
+    // A step that is cancelled is not begun; a prompt that is cancelled closes its sequence.
     let env = Env::default();
     env.cancel.cancel();
+    let cancelled = env.during(|| engine.step(&[(a, 1)]));
+    assert_eq!(cancelled.unwrap_err().kind(), Kind::Interrupted);
+    assert_eq!(engine.positions(a).unwrap(), 20);
     let cancelled = env.during(|| engine.prefill(a, &model.ids[..20]));
     assert_eq!(cancelled.unwrap_err().kind(), Kind::Interrupted);
     assert_eq!(engine.sequences().count(), 0);

@@ -16,7 +16,7 @@ use crate::artifact::{self, Artifact, Fit, FitInput, Section, Verdict, short};
 use crate::corpus::{Beyond, Corpus, Origin, Reserve};
 use crate::disk::Output;
 use crate::env::Reporter;
-use crate::error::Result;
+use crate::error::{Error, Result};
 use crate::machine::Machine;
 use crate::method::a2ats::{self, LONGEST_CONTEXT};
 use crate::model::{Decoder, ModelConfig, ModelManifest, folder};
@@ -92,6 +92,17 @@ pub fn wrope_position(given: Option<usize>, config: &ModelConfig) -> usize {
 }
 
 impl Settings {
+    /// Checks the values, those of the fits aside.
+    ///
+    /// # Errors
+    /// A value out of range.
+    pub fn check(&self) -> Result<()> {
+        if self.context == Some(0) {
+            return Err(Error::usage("`context` is 0").hint("expected a whole number of at least 1"));
+        }
+        self.verdict.as_ref().map_or(Ok(()), VerdictSettings::check)
+    }
+
     /// Prepares the fits for a text.
     ///
     /// # Errors
@@ -208,6 +219,7 @@ impl<'a> Calibration<'a> {
         settings: &'a Settings,
         (corpus, reserve): (&'a Corpus, &Reserve),
     ) -> Result<Self> {
+        settings.check()?;
         let kept = corpus.kept();
         Ok(Self {
             fits: settings.fits(&decoder.config, corpus, &kept, machine.reporter)?,
@@ -234,6 +246,8 @@ impl<'a> Calibration<'a> {
 
 impl Calibration<'_> {
     /// Fits every section, measures the verdict, and writes the artifact.
+    ///
+    /// The memory that is told holds if [`crate::heap::return_large_allocations`] was called before.
     ///
     /// # Errors
     /// The model or the device fails, the disk is full, cancelled work: with a work folder, all finished layers are in it.
@@ -295,7 +309,7 @@ impl Calibration<'_> {
                     folder,
                     material: &material,
                 };
-                let (path, mut saving) = (output.path().to_owned(), None);
+                let (path, mut saving) = (output.given().to_owned(), None);
                 let draft = Output::create(&path)?;
                 let mut measure = |artifact: &Artifact| {
                     let outcome = judging.measure(artifact, &mut stages);

@@ -51,6 +51,9 @@ impl SectionChoice {
             let error = Error::usage(format!("there is no section `{name}`"));
             return Err(error.hint(format!("the sections are {}", names.join(", "))));
         }
+        for kind in SECTIONS {
+            kind.parameters().check(&self.of(*kind))?;
+        }
         let wanted = SECTIONS.iter().filter(|kind| self.is_wanted(**kind));
         let fits: Vec<Box<dyn Fit>> = wanted
             .map(|kind| kind.fit(self.of(*kind), input))

@@ -275,16 +275,6 @@ impl Input {
         self.tokens.is_some() || !self.text.text.is_empty()
     }
 
-    /// Returns this input with the token ids of a file, in blocks of `seq_len`, in place of its text.
-    pub fn of_tokens(&self, tokens: PathBuf, seq_len: usize, holdout: f64) -> Self {
-        let mut input = self.clone();
-        input.text.text.clear();
-        input.tokens = Some(tokens);
-        input.seq_len = Some(seq_len);
-        input.holdout = holdout;
-        input
-    }
-
     /// Returns where the documents come from.
     pub fn source(&self) -> corpus::CorpusSource {
         match &self.tokens {

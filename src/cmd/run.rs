@@ -27,6 +27,7 @@ use crate::model::Decoder;
 use batch::{Batch, Prompts};
 use choice::{Ask, Choice};
 use compare::Comparison;
+use prefer::Prefer;
 use ready::Ready;
 use turns::Turns;
 
@@ -113,6 +114,12 @@ enum Prompted<'a> {
 impl<'a> Prompted<'a> {
     fn open(args: &Args, decoder: &'a Decoder, global: &Global) -> Result<Self> {
         if let Some(path) = &args.batch {
+            if args.prefer == Prefer::Time {
+                let error = Error::usage(
+                    "--prefer time may choose another method each time, so that no batch could be continued",
+                );
+                return Err(error.hint("give --method and --budget"));
+            }
             let prompts = Prompts::read(path, args, decoder)?;
             prompts.warn(global);
             return Ok(Self::Batch(prompts));

@@ -4,11 +4,11 @@ use std::fs::{File, OpenOptions, TryLockError};
 use std::io::{BufRead, BufReader};
 use std::path::{Path, PathBuf};
 
-use super::{folder_of, sync_folder, write_all_at};
+use super::{sync_folder, write_all_at};
 use crate::error::{Error, Result};
 
-/// A file of lines, of which each is on the disk when it is complete. A program that is killed leaves whole lines and at most
-/// a part of another one, which the next one removes. One process at a time can have the file open.
+/// A file of lines. A program that is killed leaves whole lines and at most a part of another one, which the next one
+/// removes; after a power failure, the last lines may be lost. One process at a time can have the file open.
 pub struct Growing {
     path: PathBuf,
     file: File,
@@ -17,11 +17,11 @@ pub struct Growing {
 }
 
 impl Growing {
-    /// Opens a file, or makes it, and calls `line` with each of its whole lines; a part of a line at its end is removed.
+    /// Opens a file, or makes it; `keeps` says whether the lines that it has stay.
     ///
     /// # Errors
-    /// The file cannot be written, another process has it open, a line is not UTF-8; any error of `line`.
-    pub fn open(path: &Path, line: &mut dyn FnMut(&str) -> Result<()>) -> Result<Self> {
+    /// The file cannot be written, another process has it open.
+    pub fn open(path: &Path, keeps: bool) -> Result<Self> {
         let failed = |e: std::io::Error| Error::io(path, "write", &e);
         let is_new = !path.exists();
         let mut options = OpenOptions::new();
@@ -44,24 +44,39 @@ impl Growing {
         if is_new {
             sync_folder(path);
         }
-        let (mut reader, mut text, mut len) = (BufReader::new(&file), String::new(), 0);
+        if !keeps {
+            file.set_len(0).map_err(failed)?;
+        }
+        Ok(Self {
+            path: path.to_owned(),
+            file,
+            len: 0,
+        })
+    }
+
+    /// Calls `each` with the lines of the file, and removes a part of a line at its end; called once, before lines are added.
+    ///
+    /// # Errors
+    /// A line is not UTF-8; any error of `each`.
+    pub fn read(&mut self, each: &mut dyn FnMut(&str) -> Result<()>) -> Result<()> {
+        let failed = |e: std::io::Error| Error::io(&self.path, "read", &e);
+        let (mut reader, mut bytes, mut len) = (BufReader::new(&self.file), Vec::new(), 0);
         loop {
-            text.clear();
-            let read = reader
-                .read_line(&mut text)
-                .map_err(|e| Error::io(path, "read", &e))?;
-            match text.strip_suffix('\n') {
-                Some(whole) => line(whole)?,
-                None => break,
-            }
+            bytes.clear();
+            let read = reader.read_until(b'\n', &mut bytes).map_err(failed)?;
+            let Some(whole) = bytes.strip_suffix(b"\n") else {
+                break;
+            };
+            let line = std::str::from_utf8(whole).map_err(|_| {
+                let what = format!("{} is not UTF-8 text (after byte {len})", self.path.display());
+                Error::failed(what).hint("the file was changed; choose another name for the output")
+            })?;
+            each(line)?;
             len += read as u64;
         }
-        file.set_len(len).map_err(failed)?;
-        Ok(Self {
-            path: folder_of(path).join(path.file_name().unwrap_or_default()),
-            file,
-            len,
-        })
+        self.file.set_len(len).map_err(failed)?;
+        self.len = len;
+        Ok(())
     }
 
     /// Adds a line.
@@ -88,26 +103,36 @@ mod tests {
     fn whole_lines_stay_and_parts_go() {
         let folder = tempfile::TempDir::new().unwrap();
         let path = folder.path().join("lines");
-        let open = || {
+        let open = |keeps| {
             let mut lines = Vec::new();
-            let file = Growing::open(&path, &mut |line| {
+            let mut file = Growing::open(&path, keeps)?;
+            file.read(&mut |line| {
                 lines.push(line.to_owned());
                 Ok(())
-            });
-            file.map(|file| (file, lines))
+            })?;
+            Ok::<_, Error>((file, lines))
         };
-        let (mut file, lines) = open().unwrap();
+        let (mut file, lines) = open(true).unwrap();
         assert!(lines.is_empty());
         file.add("one").unwrap();
-        assert!(open().is_err_and(|e| e.to_string().contains("another process")));
-        file.add("two").unwrap();
+        assert!(open(false).is_err_and(|e| e.to_string().contains("another process")));
+        file.add("z\u{e4}hl zwei").unwrap();
         drop(file);
-        let whole = std::fs::read_to_string(&path).unwrap();
-        std::fs::write(&path, whole + "thr").unwrap();
-        let (mut file, lines) = open().unwrap();
-        assert_eq!(lines, ["one", "two"]);
-        file.add("three").unwrap();
-        drop(file);
-        assert_eq!(std::fs::read_to_string(&path).unwrap(), "one\ntwo\nthree\n");
+        let whole = std::fs::read(&path).unwrap();
+        assert_eq!(whole, "one\nz\u{e4}hl zwei\n".as_bytes());
+        // A kill may cut a line anywhere, also within a character.
+        for cut in 5..whole.len() {
+            std::fs::write(&path, &whole[..cut]).unwrap();
+            let (mut file, lines) = open(true).unwrap();
+            assert_eq!(lines, ["one"], "{cut}");
+            file.add("three").unwrap();
+            drop(file);
+            assert_eq!(std::fs::read_to_string(&path).unwrap(), "one\nthree\n");
+        }
+        std::fs::write(&path, b"\xff\xfe\nmore\n").unwrap();
+        assert!(open(true).is_err_and(|e| e.to_string().contains("not UTF-8")));
+        let (_, lines) = open(false).unwrap();
+        assert!(lines.is_empty());
+        assert_eq!(std::fs::metadata(&path).unwrap().len(), 0);
     }
 }

@@ -23,6 +23,8 @@ pub const TEMP_SUFFIX: &str = ".part";
 /// complete, it has a temporary name and a lock, which ends with the process. The next process that writes to the
 /// folder removes files that killed processes left.
 pub struct Output {
+    /// The path as it was given.
+    given: PathBuf,
     path: PathBuf,
     temp: NamedTempFile,
     /// Bytes written so far.
@@ -48,6 +50,7 @@ impl Output {
             let error = Error::failed(format!("cannot write {}: it is {what}", path.display()));
             return Err(error.hint("choose another name for the output"));
         }
+        let given = path.to_owned();
         // The target of a symbolic link is replaced, not the link.
         let path = match path.canonicalize() {
             Ok(path) => path,
@@ -73,6 +76,7 @@ impl Output {
         let temp = create_temp(folder).map_err(|e| Error::io(&path, "write", &e))?;
         let unfinished = unfinished::list(temp.path());
         Ok(Self {
+            given,
             path,
             temp,
             len: 0,
@@ -84,6 +88,11 @@ impl Output {
     /// Replaces no file, also none that another process writes in the meantime.
     pub fn only_new(self) -> Self {
         Self { is_new: true, ..self }
+    }
+
+    /// Returns the path as it was given, which may be a link to the final one.
+    pub fn given(&self) -> &Path {
+        &self.given
     }
 
     /// Returns the final path.

@@ -10,6 +10,7 @@ use super::options::Options;
 use super::room;
 use super::session::StepAt;
 use super::shares::{Counts, Shares};
+use crate::env;
 use crate::error::{Error, Result};
 use crate::method::Method;
 use crate::model::forward::Forward;
@@ -151,9 +152,10 @@ impl<'a> Engine<'a> {
     /// order of `tokens`.
     ///
     /// # Errors
-    /// A sequence is not open or stands twice, an id outside the vocabulary: nothing was done. Activations that are not
-    /// finite, cancelled work: the sequences of this step are then closed.
+    /// Cancelled work, a sequence that is not open or stands twice, an id outside the vocabulary: nothing was done. Activations
+    /// that are not finite: the sequences of this step are then closed.
     pub fn step(&mut self, tokens: &[(SequenceId, u32)]) -> Result<Vec<Array1<f32>>> {
+        env::check()?;
         let ids: Vec<u32> = tokens.iter().map(|(_, id)| *id).collect();
         self.forward.decoder().check_ids(&ids)?;
         for (i, (id, _)) in tokens.iter().enumerate() {

@@ -8,6 +8,7 @@ use serde::{Deserialize, Serialize};
 
 use crate::artifact::{self, Artifact, Limits};
 use crate::corpus::{Corpus, Reserve};
+use crate::error::{Error, Result};
 use crate::method::named::Named;
 use crate::runner::verdict::{BLOCK, Material, Wanted};
 pub use measure::Judging;
@@ -62,6 +63,35 @@ impl VerdictSettings {
             block,
             ..Self::default()
         }
+    }
+
+    /// Checks the values.
+    ///
+    /// # Errors
+    /// A share that is not between 0 and 1, a limit that is not a number of at least 0, no tokens.
+    pub fn check(&self) -> Result<()> {
+        let wrong = |what: &str, expected: &str| {
+            Err(Error::usage(format!("`{what}` of the verdict is out of range"))
+                .hint(format!("expected {expected}")))
+        };
+        if self.reads.is_empty() || self.reads.iter().any(|share| !(*share > 0.0 && *share < 1.0)) {
+            return wrong("reads", "shares above 0 and below 1");
+        }
+        for (name, n) in [
+            ("tokens", self.tokens),
+            ("block", self.block),
+            ("steps", self.steps),
+        ] {
+            if n == 0 {
+                return wrong(name, "a whole number of at least 1");
+            }
+        }
+        for (name, limit) in [("kl", self.kl), ("points", self.points)] {
+            if !(limit.is_finite() && limit >= 0.0) {
+                return wrong(name, "a number of at least 0");
+            }
+        }
+        Ok(())
     }
 
     /// Counts the combinations of method and budget for an artifact of `n_sections` sections.

@@ -13,6 +13,8 @@ use crate::cmd::terminal::columns;
 use crate::cmd::{merge, print, print_json};
 use crate::env;
 use crate::error::{Error, Result};
+pub use crate::heap::free_bytes;
+use crate::heap::proc_bytes;
 use crate::wording::{size, wrapped};
 
 /// The seconds of several runs.
@@ -168,21 +170,6 @@ pub fn random_matrix(n: usize, d: usize, seed: u64) -> Array2<f32> {
     random_points(1, n, d, seed).index_axis_move(Axis(0), 0)
 }
 
-/// Returns the bytes that the program may still take: the free memory, or the limit of its address space if that is less.
-pub fn free_bytes() -> usize {
-    let mut limit = libc::rlimit {
-        rlim_cur: libc::RLIM_INFINITY,
-        rlim_max: libc::RLIM_INFINITY,
-    };
-    // SAFETY: the call only fills the struct.
-    unsafe { libc::getrlimit(libc::RLIMIT_AS, &mut limit) };
-    // An unlimited address space is reported as the largest number.
-    let limit = usize::try_from(limit.rlim_cur).unwrap_or(usize::MAX);
-    let free = proc_bytes("/proc/meminfo", "MemAvailable:").unwrap_or(usize::MAX);
-    // No allocation can be larger than this.
-    free.min(limit).min(isize::MAX as usize)
-}
-
 /// Fails if data of the sizes that flags give need more than the `free` bytes; `need` is an f64, in which no product of
 /// sizes overflows.
 pub fn check_memory(what: &str, need: f64, free: usize, hint: &str) -> Result<()> {
@@ -192,12 +179,4 @@ pub fn check_memory(what: &str, need: f64, free: usize, hint: &str) -> Result<()
     // A need beyond the largest number is shown as that number.
     let (need, free) = (size(need as usize), size(free));
     Err(Error::usage(format!("{what}: the data needs {need}, but only {free} are free")).hint(hint))
-}
-
-/// Reads an amount of memory from a file of `/proc`, in bytes; `None` where the system does not tell.
-pub fn proc_bytes(path: &str, label: &str) -> Option<usize> {
-    let text = std::fs::read_to_string(path).ok()?;
-    let line = text.lines().find_map(|line| line.strip_prefix(label))?;
-    let kib: usize = line.split_whitespace().next()?.parse().ok()?;
-    Some(kib * 1024)
 }

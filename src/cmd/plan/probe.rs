@@ -25,6 +25,7 @@ use crate::corpus::{Corpus, CorpusOptions, CorpusSource};
 use crate::disk::Output;
 use crate::env::Silent;
 use crate::error::{Error, Result};
+use crate::heap;
 use crate::machine::Machine;
 use crate::model::config::Block;
 use crate::model::layer::Layer;
@@ -281,6 +282,8 @@ impl Small {
         let model = folder.path().join("model");
         std::fs::create_dir(&model).map_err(failed)?;
         write_model(&model, config, heads, 2 * rows)?;
+        // As in a calibration, whose time depends on it.
+        heap::return_large_allocations();
         let decoder = Decoder::open(&model)?;
         let mut global = global.clone();
         global.silent = true;

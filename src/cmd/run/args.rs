@@ -34,13 +34,14 @@ pub struct Args {
     #[arg(help_heading = "Input", long, value_name = "F", group = "input")]
     pub(super) tokens: Option<PathBuf>,
     /// Answer every line of this file, several at a time. Each line is a JSON object with `prompt`, or `messages` for the
-    /// model's chat template, and perhaps `id` and `max_new`. The same command continues a stopped run
+    /// model's chat template, and perhaps `id` and `max_new`. The same command continues a stopped run; with --overwrite, it
+    /// begins anew
     #[arg(help_heading = "Input", long, value_name = "FILE.jsonl", group = "input", requires = "output", conflicts_with_all = ["chat", "trace", "compare"])]
     pub(super) batch: Option<PathBuf>,
-    /// With --batch: file for the replies, a JSON object per line, each written when it ends
+    /// With --batch: file for the replies, a JSON object per line; a reply is written as soon as it is complete
     #[arg(short, long, value_name = "FILE.jsonl", requires = "batch")]
     pub(super) output: Option<PathBuf>,
-    /// With --batch: most prompts at a time. Up to 4, a reply is exactly that of a run of its own
+    /// With --batch: most prompts at a time. Up to 4, on the CPU, a reply is exactly that of a run of its own
     #[arg(help_heading = "Input", long, value_name = "N", default_value_t = SEQUENCES, value_parser = at_least_one, requires = "batch")]
     pub(super) sequences: usize,
     /// Hold a conversation on one KV cache: each line of stdin is a user message, and the prompt, if given, is the

@@ -4,7 +4,7 @@ use rand::SeedableRng;
 use rand::seq::index;
 use rand_chacha::ChaCha8Rng;
 
-use crate::parameters::{AT_LEAST_ONE, Choice, MULTIPLE, SWITCH, Values, WHOLE, choices, parameters};
+use crate::parameters::{AT_LEAST_ONE, Choice, MULTIPLE, SWITCH, Values, choices, parameters};
 
 choices! {
     /// Which prompt queries become centroids.
@@ -48,7 +48,7 @@ parameters! {
         /// Number of query centroids whose lists a step recalls
         ct_probes: usize = 4, "N" in AT_LEAST_ONE;
         /// Turn the query of every Nth decode step into a query centroid; 0 = never
-        ct_update: usize = 1, "N" in WHOLE;
+        ct_update: usize = 1, "N" in Values::Whole(0, u64::MAX);
         /// Prompt queries that become query centroids
         ct_choose: Choose = Choose::Last, "NAME" in Values::OneOf(Choose::WORDS);
         /// Length of each query centroid's list, as a multiple of the budget (at least 1)
