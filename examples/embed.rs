@@ -15,11 +15,11 @@ pub fn main() -> Result<()> {
     let (folder, machine) = (Path::new("calib-data/model"), Machine::of(&Cpu, &Silent));
     let model = Decoder::open(folder)?;
     let (mut settings, mut cut) = (Settings::default(), CorpusOptions::default());
-    (cut.seq_len, cut.max_tokens) = (Some(256), 4096);
-    settings.verdict = Some(VerdictSettings::on(2048, 256));
+    (cut.seq_len, cut.max_tokens) = (Some(1024), 8192);
+    settings.verdict = Some(VerdictSettings::on(4096, 1024));
     let source = CorpusSource::text(["calib-data/text.txt".into()]);
     let (text, beyond) =
-        Corpus::load_with_reserve(folder, &model.config, &source, &cut, settings.beyond(256))?;
+        Corpus::load_with_reserve(folder, &model.config, &source, &cut, settings.beyond(1024))?;
     let path = std::env::temp_dir().join(format!("kvsmith-{}.safetensors", std::process::id()));
     let calibration = Calibration::new(machine, (&model, folder), &settings, (&text, &beyond))?;
     let made = calibration.run(Output::create(&path)?, None)?;

@@ -19,10 +19,12 @@ use crate::model::Decoder;
 pub fn recommended(artifact: &Artifact, decoder: &Decoder, seed: u64) -> Result<(Box<dyn Method>, Options)> {
     let fingerprint = decoder.checkpoint.fingerprint(&decoder.config)?;
     artifact.check_model(&fingerprint, decoder.config.sizes())?;
-    let verdict = artifact.manifest.quality.methods.as_ref();
-    let usual = verdict.and_then(|verdict| Some((verdict, verdict.usual()?)));
-    let (verdict, (row, of)) = usual.ok_or_else(|| {
+    let verdict = artifact.manifest.quality.methods.as_ref().ok_or_else(|| {
         Error::failed("the artifact has no verdict").hint("measure one, or choose a method and a budget")
+    })?;
+    let (row, of) = verdict.usual().ok_or_else(|| {
+        Error::failed("the artifact's verdict has no method that reads as little as was asked for")
+            .hint("measure larger shares of the bytes or longer blocks, or choose a method and a budget")
     })?;
     let named = Named::parse(&row.method).ok_or_else(|| {
         Error::failed(format!(
