@@ -137,8 +137,17 @@ def calibration(document):
     """Say what the artifacts of a table were fitted to."""
     if "calibration_text" in document:
         return document["calibration_text"]
-    fits = document["calibration"]
-    each = [f"`{name}` is fitted to {', '.join(f'{tokens:,} tokens of {NAMES.get(kind, kind)}' for kind, tokens in fit['fitted'].items())}" for name, fit in fits.items()]
+    alike = {}
+    for name, fit in document["calibration"].items():
+        # Artifacts of other texts of the same works differ by the tokens that make a block whole.
+        kinds = tuple((kind, round(tokens, -2)) for kind, tokens in fit["fitted"].items())
+        alike.setdefault(kinds, []).append((name, fit["fitted"]))
+    each = []
+    for fits in alike.values():
+        names = listed([f"`{name}`" for name, _ in fits])
+        tokens = {kind: sorted({fitted[kind] for _, fitted in fits}) for kind in fits[0][1]}
+        texts = [f"{counts[0]:,} {f'to {counts[-1]:,} ' if len(counts) > 1 else ''}tokens of {NAMES.get(kind, kind)}" for kind, counts in tokens.items()]
+        each.append(f"{names} {'are each' if len(fits) > 1 else 'is'} fitted to {' and '.join(texts)}")
     return f"Artifacts: {'; '.join(each)}."
 
 
@@ -198,12 +207,17 @@ def summary(found):
     """Say in a few sentences what was found."""
     said = []
     for document in [found[name] for name in ("text", "long") if found[name] and not is_early(found[name])]:
+        lost, exact, same, more = [], [], [], []
         for share in tables.shares_of(document):
-            rows = [row for row, _ in tables.chosen_rows(document, share)]
-            [exact], [ours] = ([row for row in rows if row["method"] == method] for method in ("topk", "wpq"))
-            where = f"At {document['length']:,} tokens and {100 * share:.0f}% of the bytes"
-            said.append(f"{where}, `wpq` loses {ours['kl']:.4f} nats (an exact choice of the same bytes: {exact['kl']:.4f}) and keeps the top token in "
-                        f"{percent(ours.get('top1_equal'))} of the steps. {ratio_sentence(document, share)}")
+            rows = {row["method"]: row for row, _ in tables.chosen_rows(document, share)}
+            best, ratio, ends = best_published(document, share)
+            words = ("", "") if lost else (" nats", " of the bytes")
+            lost.append(f"{rows['wpq']['kl']:.4f}{words[0]} with {100 * share:.0f}%{words[1]}")
+            exact.append(f"{rows['topk']['kl']:.4f}")
+            same.append(percent(rows["wpq"].get("top1_equal")))
+            more.append(f"{tables.named(best)} {ratio:.1f} times{' as much' if not more else ''}{tables.spread(ends, 1)}")
+        said.append(f"At {document['length']:,} tokens, `wpq` loses {listed(lost)} (an exact choice: {listed(exact)}), and keeps the top token in {listed(same)} "
+                    f"of the steps. The best of the published methods lose more: {listed(more)}.")
     for name in ("questions-4096", "questions-8192"):
         if document := found[name]:
             said.append(question_sentence(document))
@@ -260,11 +274,16 @@ def loss_table(found):
     return tables.grid(["method", "read", "KL, nats (95%)", "same top token", "questions, at 10%"], body)
 
 
+def best_published(document, share):
+    """Return the best of the papers' methods at a share of the bytes, how many times as much as wpq it loses, and the interval of that."""
+    best, ours = tables.best_of_papers(document, share), tables.row_at(document, "wpq", "", share)
+    return best, best["kl"] / ours["kl"], tables.ratio_interval(best["kl_by_block"], ours["kl_by_block"])
+
+
 def ratio_sentence(document, share):
     """Say how much less wpq loses than the best of the papers' methods at a share of the bytes."""
-    best, ours = tables.best_of_papers(document, share), tables.row_at(document, "wpq", "", share)
-    ends = tables.ratio_interval(best["kl_by_block"], ours["kl_by_block"])
-    return f"On these texts, the best of the published methods, {tables.named(best)}, loses {best['kl'] / ours['kl']:.1f} times as much as `wpq`{tables.spread(ends, 1)}."
+    best, ratio, ends = best_published(document, share)
+    return f"On these texts, the best of the published methods, {tables.named(best)}, loses {ratio:.1f} times as much as `wpq`{tables.spread(ends, 1)}."
 
 
 def question_sentence(document):

@@ -151,7 +151,7 @@ def short_table(document, share):
 
 
 # Most rows of the user's tables of losses.
-ROWS = 10
+ROWS = 7
 # Methods that answer less are named below the user's table of questions.
 FEW_ANSWERS = 0.05
 
