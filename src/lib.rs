@@ -1,10 +1,10 @@
 //! kvsmith calibrates, packages and runs sparse KV-cache retrieval for Hugging Face checkpoints.
 //!
 //! The modules, from the ground up; each uses those above it in this list and none below. The last is the command line,
-//! behind the feature `cli`: nothing below it prints or reads flags ([`env`] is what it asks of its host), and a signal is
+//! behind the feature `cli`: nothing below it prints or reads flags ([`mod@env`] is what it asks of its host), and a signal is
 //! handled only if the host asks for it ([`mapped::install`], [`unfinished::install`]).
 //!
-//! 1. [`error`], [`env`], [`mapped`], [`unfinished`], [`sandbox`], [`numbers`], [`parameters`], [`wording`], [`float`],
+//! 1. [`error`], [`mod@env`], [`mapped`], [`unfinished`], [`sandbox`], [`numbers`], [`parameters`], [`wording`], [`float`],
 //!    [`heap`], [`quant`], [`weight`]: the ground;
 //! 2. [`disk`]: every change that the program makes on a disk; [`store`]: safetensors files;
 //! 3. [`compute`]: arithmetic kernels and the devices that run them;
