@@ -1,6 +1,6 @@
 //! Arithmetic kernels: the naive f64 references that define each operation, and the implementations on CPUs and GPUs.
 //!
-//! [`device`] has the trait that calibration runs on; [`cpu`], [`gpu`] (any GPU, through wgpu) and [`cuda`] implement
+//! [`device`] has the trait that calibration runs on; [`cpu`], `gpu` (any GPU, through wgpu) and [`cuda`] implement
 //! it.
 //!
 //! Every parallel kernel cuts its work into pieces whose sizes do not depend on the number of threads, and one thread
