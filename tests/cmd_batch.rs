@@ -87,7 +87,7 @@ fn replies_are_those_of_single_runs() {
                 Outcome::of(run.args(["--prompt", prompt]).output().unwrap()).json()
             })
             .collect();
-        for sequences in [1, 3, 4] {
+        for sequences in [1, 3, 6] {
             let out = batch
                 .scratch
                 .path(&format!("replies-{sequences}-{}.jsonl", sampling.len()));

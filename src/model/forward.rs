@@ -12,6 +12,7 @@ use rayon::prelude::*;
 use super::decoder::Decoder;
 use super::layer::{Layer, States, rotate, rotated, rotated_rows};
 use crate::compute::attention;
+use crate::compute::linear::FEW;
 use crate::env;
 use crate::error::{Error, Result};
 use crate::kv::KvHead;
@@ -102,6 +103,11 @@ pub trait Forward: Send + Sync {
     /// On the CPU, the weights are read once for all tokens. With up to four tokens, the bits of a trajectory's logits do not
     /// depend on the other tokens; with more, sums are added in another order.
     fn step(&self, ids: &[u32], positions: &[usize], attend: &mut Attend) -> Result<Vec<Array1<f32>>>;
+
+    /// Returns how many trajectories of different sequences a step should take at most; more are better run in several steps.
+    fn most_together(&self) -> usize {
+        usize::MAX
+    }
 }
 
 /// A model whose layers are opened one at a time.
@@ -167,6 +173,10 @@ impl<T: Forward + ?Sized> Forward for &T {
 
     fn step(&self, ids: &[u32], positions: &[usize], attend: &mut Attend) -> Result<Vec<Array1<f32>>> {
         (**self).step(ids, positions, attend)
+    }
+
+    fn most_together(&self) -> usize {
+        (**self).most_together()
     }
 }
 
@@ -240,6 +250,11 @@ impl Forward for CpuForward<'_> {
         }
         let logits = self.decoder.logits_of(hidden.view())?;
         Ok(logits.outer_iter().map(|row| row.to_owned()).collect())
+    }
+
+    /// Four: five rows take the way of many, on which a few take longer than two steps of four, and another order of sums.
+    fn most_together(&self) -> usize {
+        FEW
     }
 }
 

@@ -1,4 +1,4 @@
-//! Several sequences of different lengths over one model, whose weights a step reads once for all of them.
+//! Several sequences of different lengths over one model, whose weights a step reads once for some of them together.
 
 use std::collections::BTreeMap;
 use std::fmt;
@@ -27,9 +27,8 @@ impl fmt::Display for SequenceId {
 
 /// A model, and sequences that are fed together. Caches and indexes are on the CPU; the model may be on any device.
 ///
-/// What a sequence computes does not depend on the others: with a model on the CPU and up to four sequences in a step, its
-/// logits and choices are, to the last bit, those that it has alone; with more, the model's sums are added in another order,
-/// as in a prompt.
+/// What a sequence computes does not depend on the others: with a model on the CPU, its logits and choices are, to the last bit,
+/// those that it has alone. There, the weights are read once for every four sequences.
 pub struct Engine<'a> {
     forward: Box<dyn Forward + 'a>,
     method: &'a dyn Method,
@@ -187,7 +186,12 @@ impl<'a> Engine<'a> {
                 });
             }
         }
-        let stepped = step(self.forward.as_ref(), &self.options, &mut fed, None);
+        let (forward, options) = (self.forward.as_ref(), &self.options);
+        let parts = fed.chunks_mut(forward.most_together());
+        let stepped = parts
+            .map(|part| step(forward, options, part, None))
+            .collect::<Result<Vec<_>>>();
+        let stepped = stepped.map(|parts| parts.concat());
         drop(fed);
         let logits = match stepped {
             Ok(logits) => logits,

@@ -10,7 +10,7 @@ use crate::cmd::reading::{Reading, parse_budget};
 use crate::kv::Budget;
 use crate::kv::sample::Sampling;
 
-/// Sequences at a time without `--sequences`: as many as give the bits that each gives alone.
+/// Sequences at a time without `--sequences`: as many as share a read of the weights on a CPU.
 const SEQUENCES: usize = 4;
 
 /// Arguments of `run`.
@@ -41,7 +41,7 @@ pub struct Args {
     /// With --batch: file for the replies, a JSON object per line; a reply is written as soon as it is complete
     #[arg(short, long, value_name = "FILE.jsonl", requires = "batch")]
     pub(super) output: Option<PathBuf>,
-    /// With --batch: most prompts at a time. Up to 4, on the CPU, a reply is exactly that of a run of its own
+    /// With --batch: most prompts at a time. On the CPU, a reply is exactly that of a run of its own
     #[arg(help_heading = "Input", long, value_name = "N", default_value_t = SEQUENCES, value_parser = at_least_one, requires = "batch")]
     pub(super) sequences: usize,
     /// Hold a conversation on one KV cache: each line of stdin is a user message, and the prompt, if given, is the

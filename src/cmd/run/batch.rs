@@ -25,9 +25,6 @@ use prompts::Prompt;
 pub(super) use prompts::Prompts;
 use replies::{MARK, Replies, Reply};
 
-/// Most sequences in a step that each give the bits that they give alone.
-const ALIKE: usize = 4;
-
 /// A reply under way.
 struct Running<'a> {
     prompt: Prompt,
@@ -183,7 +180,6 @@ impl Batch<'_> {
             "version": env!("CARGO_PKG_VERSION"),
             "device": self.0.device.name(),
             "precision": self.0.global.precision,
-            "more_than_four_at_a_time": args.sequences > ALIKE,
             "model": decoder.checkpoint.fingerprint(&decoder.config)?,
             "weights": args.reading.weights_name(),
             "artifact": artifact,
