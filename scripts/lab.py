@@ -82,6 +82,16 @@ def fitted_tokens(manifest, documents):
     return found
 
 
+def require_made(manifest, version):
+    """Return the device and the version of kvsmith that made an artifact; stop the script unless they are the CPU and this program's version."""
+    devices = sorted({section["device"] for section in manifest["sections"].values()})
+    if devices != ["cpu"]:
+        fail(f"an artifact was fitted on {', '.join(devices)}, and the tables are of the CPU", "add --device cpu")
+    if manifest["tool_version"] != version:
+        fail(f"an artifact was made by kvsmith {manifest['tool_version']}, and this is {version}", "remove the artifact")
+    return {"device": devices[0], "version": version}
+
+
 def require_fitted(manifest, documents):
     """Return the fitted tokens of each kind of text; stop the script if a kind has none."""
     fitted = fitted_tokens(manifest, documents)
@@ -105,7 +115,7 @@ class Lab:
         self.out = self.real / "lab"
         self.out.mkdir(parents=True, exist_ok=True)
         self.program = digest(kvsmith)
-        self.commit()
+        self.version = self.commit().partition(",")[0].removeprefix("kvsmith ")
         # Only what measures needs this package; the tests of these scripts do without.
         from tokenizers import Tokenizer
 
@@ -253,7 +263,8 @@ class Lab:
         """Record what an artifact was fitted to; stop the script if the fits used no tokens of one of the kinds of text. Returns the artifact."""
         manifest = manifest_of(path)
         block = manifest["calibration"]["seq_len"]
-        self.fits[corpus.name] = {"tokens": dict(corpus.layout), "fitted": require_fitted(manifest, corpus.layout), "block": block}
+        fitted = require_fitted(manifest, corpus.layout)
+        self.fits[corpus.name] = {"tokens": dict(corpus.layout), "fitted": fitted, "block": block} | require_made(manifest, self.version)
         return path
 
     def dump(self, corpus, name="dump", options=("--dtype", "f32", "--queries", "--values")):

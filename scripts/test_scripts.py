@@ -51,6 +51,17 @@ class Fits(unittest.TestCase):
             results.require_apart(fits | {"main": {"tokens": {"handbook": 9, "python": 9}}}, "python")
         self.assertIn("main", str(stopped.exception))
 
+    def test_artifacts_of_another_device_or_version_stop_the_script(self):
+        manifest = {"tool_version": "0.1.0", "sections": {"wpq": {"device": "cpu"}, "lfps": {"device": "cpu"}}}
+        self.assertEqual(lab.require_made(manifest, "0.1.0"), {"device": "cpu", "version": "0.1.0"})
+        with self.assertRaises(SystemExit) as stopped:
+            lab.require_made(manifest, "0.2.0")
+        self.assertIn("made by kvsmith 0.1.0", str(stopped.exception))
+        manifest["sections"]["lfps"]["device"] = "cuda"
+        with self.assertRaises(SystemExit) as stopped:
+            lab.require_made(manifest, "0.1.0")
+        self.assertIn("cuda", str(stopped.exception))
+
     def test_another_layout_than_that_of_the_artifact_stops_the_script(self):
         with self.assertRaises(SystemExit):
             lab.fitted_tokens(MANIFEST, DOCUMENTS[:2])

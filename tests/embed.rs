@@ -2,11 +2,22 @@
 
 use std::sync::atomic::{AtomicBool, Ordering};
 
-use kvsmith::env::{Env, Isolation};
+use kvsmith::artifact::Artifact;
+use kvsmith::calibration::{Calibration, Settings, verdict::VerdictSettings};
+use kvsmith::compute::cpu::Cpu;
+use kvsmith::corpus::{Corpus, CorpusOptions, CorpusSource};
+use kvsmith::disk::Output;
+use kvsmith::env::{Env, Isolation, Silent};
+use kvsmith::kv::Budget;
+use kvsmith::machine::Machine;
+use kvsmith::method::sections::SECTIONS;
 use kvsmith::model::{Decoder, tokenizer::Tokenizer};
 use kvsmith::sandbox::{self, Allowance};
 
-use crate::common::root;
+use kvsmith::runner::recommended;
+use serde_json::{Value, json};
+
+use crate::common::*;
 
 #[path = "../examples/embed.rs"]
 mod example;
@@ -64,4 +75,89 @@ fn a_host_can_decline_forks() {
     };
     assert_eq!(tokens(Isolation::Thread), tokens(Isolation::Fork));
     assert!(tokens(Isolation::Thread).len() > 3);
+}
+
+/// The library and the command make the same bytes of the same settings, the verdict included; what `recommended` prepares is
+/// what `run` takes.
+#[test]
+fn a_calibration_is_that_of_the_command() {
+    let scratch = Scratch::new();
+    let model = checkpoint("llama_default");
+    let ids = documents(&[400; 24], 3);
+    let tokens = scratch.tokens("tokens.json", &ids);
+    let by_command = scratch.make(
+        "command",
+        &format!(
+            "calibrate --model {model} --tokens {tokens} --seq-len 400 --holdout 0.5 --size 16 --wpq-bits 32 --seed 7 \
+             --verdict-tokens 4000 --verdict-steps 4 --verdict-reads 0.5,0.9"
+        ),
+    );
+    let by_library = scratch.path("library");
+    let decoder = Decoder::open(model.as_ref()).unwrap();
+    let object = |value: Value| value.as_object().unwrap().clone();
+    let mut settings = Settings {
+        seed: 7,
+        verdict: Some(VerdictSettings {
+            tokens: 4000,
+            steps: 4,
+            reads: vec![0.5, 0.9],
+            ..VerdictSettings::default()
+        }),
+        ..Settings::default()
+    };
+    let parameters = &mut settings.sections.parameters;
+    parameters.insert("a2ats".to_owned(), object(json!({ "size": 16 })));
+    parameters.insert("wpq".to_owned(), object(json!({ "wpq_bits": 32 })));
+    // As another program would keep them.
+    let settings: Settings = serde_json::from_value(serde_json::to_value(&settings).unwrap()).unwrap();
+    let cut = CorpusOptions {
+        seq_len: Some(400),
+        holdout: 0.5,
+        seed: 7,
+        ..CorpusOptions::default()
+    };
+    let source = CorpusSource::Tokens(tokens.into());
+    let beyond = settings.beyond(400);
+    let folder = model.as_ref();
+    let (text, beyond) = Corpus::load_with_reserve(folder, &decoder.config, &source, &cut, beyond).unwrap();
+    let machine = Machine::of(&Cpu, &Silent);
+    let new = |settings| Calibration::new(machine, (&decoder, folder), settings, (&text, &beyond));
+    let output = Output::create(by_library.as_ref()).unwrap();
+    let made = new(&settings).unwrap().run(output, None).unwrap();
+    made.verdict.expect("a verdict").unwrap();
+    assert!(
+        std::fs::read(&by_command).unwrap() == std::fs::read(&by_library).unwrap(),
+        "other bytes"
+    );
+
+    let artifact = Artifact::open(by_library.as_ref(), SECTIONS).unwrap();
+    let (_, options) = recommended(&artifact, &decoder, 7).unwrap();
+    let prompt = scratch.tokens("prompt.json", &ids[..1]);
+    let run =
+        format!("run --model {model} --artifact {by_command} --tokens {prompt} --max-new 2 --seed 7 --json");
+    let run = kvsmith(&run).json();
+    assert_eq!(run["budget"], json!(Budget::value(options.budget)));
+    let plain = scratch.make(
+        "plain",
+        &format!(
+            "calibrate --model {model} --tokens {} --size 16 --no-verdict",
+            scratch.path("tokens.json")
+        ),
+    );
+    let none = recommended(&Artifact::open(plain.as_ref(), SECTIONS).unwrap(), &decoder, 7);
+    assert_eq!(none.err().unwrap().to_string(), "the artifact has no verdict");
+
+    // Settings out of range are refused by name before anything is fitted.
+    let mut wrong = settings.clone();
+    wrong
+        .sections
+        .parameters
+        .insert("lfps".to_owned(), object(json!({ "rows": 5 })));
+    assert_eq!(
+        new(&wrong).err().unwrap().to_string(),
+        "there is no parameter `rows`"
+    );
+    let mut wrong = settings.clone();
+    wrong.verdict.as_mut().unwrap().reads = vec![0.05, 2.0];
+    assert!(new(&wrong).err().unwrap().to_string().contains("`reads`"));
 }

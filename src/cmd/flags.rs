@@ -1,34 +1,68 @@
 //! Flag values that several commands share: numbers within a range, names of types.
 
 use std::ffi::OsStr;
-use std::str::FromStr;
 
 use clap::ValueEnum;
 use clap::builder::{PossibleValue, TypedValueParser};
 
 use crate::float::Float;
-use crate::numbers::plain;
+use crate::parameters::{AT_LEAST_ONE, MULTIPLE, NOT_NEGATIVE, PART, SHARE, SHARE_OR_ZERO, Values, WHOLE};
 use crate::quant::Quant;
 
-/// Parses a number that `fits`; `expected` is the message otherwise.
-fn checked<T: FromStr>(text: &str, fits: impl Fn(&T) -> bool, expected: &str) -> Result<T, String> {
-    let number = plain(text).parse().ok().filter(fits);
-    number.ok_or_else(|| expected.to_owned())
+/// Parses a whole number, or `all` where the values have it.
+fn whole(text: &str, values: Values) -> Result<usize, String> {
+    let number = values.parse(text)?;
+    // What the values have is a number, and as large as this machine's at most.
+    Ok(number.as_u64().unwrap_or_default() as usize)
+}
+
+fn number(text: &str, values: Values) -> Result<f64, String> {
+    Ok(values.parse(text)?.as_f64().unwrap_or_default())
 }
 
 /// Parses a number of tokens, positions or passes; these are stored as u32.
 pub fn parse_count(text: &str) -> Result<usize, String> {
-    let number = plain(text).parse::<u32>();
-    let expected = |_| format!("expected a whole number from 0 to {}", u32::MAX);
-    number.map(|n| n as usize).map_err(expected)
+    whole(text, WHOLE)
 }
 
 /// Parses a number as [`parse_count`] does, or `all`.
 pub fn parse_count_or_all(text: &str) -> Result<usize, String> {
-    match text.trim() {
-        "all" => Ok(u32::MAX as usize),
-        text => parse_count(text).map_err(|e| format!("{e}, or `all`")),
-    }
+    whole(text, Values::CountOrAll)
+}
+
+/// Parses a number as [`parse_count`] does, of at least 1.
+pub fn parse_positive_count(text: &str) -> Result<usize, String> {
+    whole(text, Values::Whole(1, u32::MAX.into()))
+}
+
+/// Parses a whole number of at least 1.
+pub fn at_least_one(text: &str) -> Result<usize, String> {
+    whole(text, AT_LEAST_ONE)
+}
+
+/// Parses a share x with 0 <= x < 1.
+pub fn share_or_zero(text: &str) -> Result<f64, String> {
+    number(text, SHARE_OR_ZERO)
+}
+
+/// Parses a share x with 0 < x <= 1.
+pub fn share(text: &str) -> Result<f64, String> {
+    number(text, SHARE)
+}
+
+/// Parses a share x with 0 < x < 1.
+pub fn parse_share(text: &str) -> Result<f64, String> {
+    number(text, PART)
+}
+
+/// Parses a finite number of at least 0.
+pub fn not_negative(text: &str) -> Result<f64, String> {
+    number(text, NOT_NEGATIVE)
+}
+
+/// Parses a finite number of at least 1.
+pub fn at_least_1(text: &str) -> Result<f64, String> {
+    number(text, MULTIPLE)
 }
 
 /// Parses with another parser what is left without spaces at the ends, such as those after a comma.
@@ -51,26 +85,6 @@ impl<P: TypedValueParser> TypedValueParser for Trimmed<P> {
     fn possible_values(&self) -> Option<Box<dyn Iterator<Item = PossibleValue> + '_>> {
         self.0.possible_values()
     }
-}
-
-/// Parses a number as [`parse_count`] does, of at least 1.
-pub fn parse_positive_count(text: &str) -> Result<usize, String> {
-    let number = checked(text, |n: &u32| *n > 0, "expected a whole number of at least 1");
-    number.map(|n| n as usize)
-}
-
-/// Parses a whole number of at least 1.
-pub fn at_least_one(text: &str) -> Result<usize, String> {
-    checked(text, |n| *n > 0, "expected a whole number of at least 1")
-}
-
-/// Parses a share x with 0 <= x < 1.
-pub fn share_or_zero(text: &str) -> Result<f64, String> {
-    checked(
-        text,
-        |x| (0.0..1.0).contains(x),
-        "expected a number of at least 0 and less than 1",
-    )
 }
 
 /// Parses the name of a float type.
@@ -97,42 +111,6 @@ impl WeightsFlag {
             Self::Q4 => Quant::Q4_0,
         }
     }
-}
-
-/// Parses a share x with 0 < x <= 1.
-pub fn share(text: &str) -> Result<f64, String> {
-    checked(
-        text,
-        |x| *x > 0.0 && *x <= 1.0,
-        "expected a number above 0 and at most 1",
-    )
-}
-
-/// Parses a share x with 0 < x < 1.
-pub fn parse_share(text: &str) -> Result<f64, String> {
-    checked(
-        text,
-        |x| *x > 0.0 && *x < 1.0,
-        "expected a fraction above 0 and below 1",
-    )
-}
-
-/// Parses a finite number of at least 0.
-pub fn not_negative(text: &str) -> Result<f64, String> {
-    checked(
-        text,
-        |x: &f64| x.is_finite() && *x >= 0.0,
-        "expected a number of at least 0",
-    )
-}
-
-/// Parses a finite number of at least 1.
-pub fn at_least_1(text: &str) -> Result<f64, String> {
-    checked(
-        text,
-        |x: &f64| x.is_finite() && *x >= 1.0,
-        "expected a number of at least 1",
-    )
 }
 
 #[cfg(test)]

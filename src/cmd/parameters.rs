@@ -22,8 +22,8 @@ pub fn flags(command: Command, set: &ParameterSet) -> Command {
 fn flag(parameter: &'static Parameter, heading: &'static str, default: Option<&Value>) -> Arg {
     let values = parameter.values;
     let arg = Arg::new(parameter.name)
-        .long(parameter.flag())
-        .help(phrase(parameter.help).into_owned())
+        .long(flag_name(parameter))
+        .help(phrase(parameter.help))
         .help_heading(heading);
     let arg = match values {
         Values::Switch => return arg.action(ArgAction::SetTrue),
@@ -45,9 +45,18 @@ fn flag(parameter: &'static Parameter, heading: &'static str, default: Option<&V
     }
 }
 
+fn flag_name(parameter: &Parameter) -> String {
+    parameter.name.replace('_', "-")
+}
+
+/// Lists the names of the flags of a set, without their dashes.
+pub fn flag_names(set: &ParameterSet) -> Vec<String> {
+    set.parameters.iter().map(flag_name).collect()
+}
+
 /// Returns the parser of a name.
 fn named(words: &'static [Word]) -> PossibleValuesParser {
-    let value = |word: &'static Word| PossibleValue::new(word.name).help(phrase(word.help).into_owned());
+    let value = |word: &'static Word| PossibleValue::new(word.name).help(phrase(word.help));
     PossibleValuesParser::new(words.iter().map(value))
 }
 
@@ -70,7 +79,7 @@ pub fn method_names() -> impl Iterator<Item = PossibleValue> {
 
 /// Lists the methods that have flags of their own, each with the names of its flags.
 pub fn flags_of_methods() -> impl Iterator<Item = (&'static str, Vec<String>)> {
-    let flags = |set: ParameterSet| set.parameters.iter().map(Parameter::flag).collect();
+    let flags = |set: ParameterSet| flag_names(&set);
     MethodParams::sets()
         .into_iter()
         .map(move |(name, set)| (name, flags(set)))

@@ -13,6 +13,7 @@ use super::args::Global;
 use super::calibrate::{Settings, size_text};
 use super::{check_wrope_position, load_texts, merge, print, print_json};
 use crate::artifact::{Fit, Section};
+use crate::calibration;
 use crate::calibration::memory::{JudgedRows, MemoryPlan};
 use crate::calibration::stages::Stages;
 use crate::calibration::verdict::VerdictSettings;
@@ -60,8 +61,8 @@ fn plan(settings: &Settings, probe: bool, shards: Option<&ShardFlags>, global: &
     let device = global.open_device(Workload::Fits)?;
     let config = ModelConfig::load(&settings.model)?;
     check_wrope_position(settings.wrope_position, &config, log);
-    let (corpus, reserve) = texts(settings, &config, global)?;
     let own = settings.plain(global);
+    let (corpus, reserve) = texts(settings, &own, &config, global)?;
     let material = own.material(&corpus, &reserve);
     let kept = corpus.kept();
     let fits = own.fits(&config, &corpus, &kept, &log)?;
@@ -228,9 +229,13 @@ fn range_text([low, high]: [f64; 2]) -> String {
 
 /// Reads the text, and what the verdict wants beyond it; without text, makes a stand-in of the lengths that the flags
 /// give.
-fn texts(settings: &Settings, config: &ModelConfig, global: &Global) -> Result<(Corpus, Reserve)> {
+fn texts(
+    settings: &Settings,
+    own: &calibration::Settings,
+    config: &ModelConfig,
+    global: &Global,
+) -> Result<(Corpus, Reserve)> {
     if settings.input.is_given() {
-        let own = settings.plain(global);
         let wanted = own.verdict.as_ref().map(VerdictSettings::wanted);
         return load_texts(&settings.model, config, &settings.input, wanted, global);
     }
@@ -238,7 +243,7 @@ fn texts(settings: &Settings, config: &ModelConfig, global: &Global) -> Result<(
     let seq_len = options.block_length(config);
     let text = vec![vec![0; options.max_tokens.min(1 << 28)]];
     let uuids = vec![0; options.uuids(text[0].len()).min(1 << 28)];
-    let beyond = settings.plain(global).beyond(seq_len);
+    let beyond = own.beyond(seq_len);
     let has_uuids = !uuids.is_empty();
     let reserve = Reserve {
         text: vec![0; beyond.text.min(1 << 28)],

@@ -3,6 +3,7 @@
 use std::path::{Path, PathBuf};
 
 use super::args::Global;
+use super::named::Named;
 use super::parameters::{MethodFlags, flags_of_methods};
 use crate::artifact::Artifact;
 use crate::cmd::flags::{WeightsFlag, parse_count, parse_positive_count};
@@ -15,7 +16,6 @@ use crate::method::declaration::Ask;
 use crate::method::params::MethodParams;
 use crate::method::registry::MethodName;
 use crate::method::sections::SECTIONS;
-use crate::method::tail::with_tail;
 use crate::method::{CPU_GRANULE, Method};
 use crate::model::Decoder;
 use crate::runner::Options;
@@ -230,10 +230,7 @@ impl Reading {
             params,
             seed: global.seed,
         };
-        let mut method = name.prepare(&ask)?;
-        if tail {
-            method = with_tail(method, &ask)?;
-        }
+        let method = Named { method: name, tail }.prepare(&ask)?;
         for text in in_full(method.as_ref()) {
             global.log().warn(&format!("{}: {text}", name.as_str()));
         }

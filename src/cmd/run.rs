@@ -28,7 +28,7 @@ use batch::{Batch, Prompts};
 use choice::{Ask, Choice};
 use compare::Comparison;
 use prefer::Prefer;
-use ready::Ready;
+use ready::{Opened, Ready};
 use turns::Turns;
 
 /// Runs `run`.
@@ -49,19 +49,19 @@ pub fn run(args: &Args, global: &Global) -> Result<()> {
     let source = Prompted::open(args, &decoder, global)?;
     let open = |path: &PathBuf| args.reading.open(path, &decoder, log);
     let artifact = args.reading.artifact().map(open).transpose()?;
+    let opened = Opened {
+        args,
+        global,
+        device: device.as_ref(),
+        decoder: &decoder,
+        artifact: artifact.as_ref(),
+        on_cpu,
+    };
     let source = match source {
         Prompted::Turns(turns) if !args.compare.is_empty() => {
             let methods: Vec<MethodName> = args.compare.iter().map(|named| named.method).collect();
             args.reading.warn_of_unused(&methods, global);
-            let comparison = Comparison {
-                args,
-                global,
-                device: device.as_ref(),
-                decoder: &decoder,
-                artifact: artifact.as_ref(),
-                on_cpu,
-            };
-            return comparison.run(turns);
+            return Comparison(&opened).run(turns);
         }
         source => source,
     };
@@ -75,27 +75,13 @@ pub fn run(args: &Args, global: &Global) -> Result<()> {
     if choice.method == FULL && args.budget.is_some() {
         log.warn("--budget has no effect here: full attention reads everything");
     }
-    let reading = &args.reading;
-    let method = reading.method(
-        choice.method,
-        choice.tail,
-        reading.params(),
-        artifact.as_ref(),
-        &decoder,
-        global,
-    )?;
-    let options = reading.options(choice.budget, choice.kv, artifact.as_ref(), device.as_ref())?;
+    let (method, options) = opened.prepare(choice)?;
     note_of_doubts(args, artifact.as_ref(), options.kv, log);
     let ready = Ready {
-        args,
-        global,
-        device: device.as_ref(),
-        decoder: &decoder,
-        artifact: artifact.as_ref(),
+        opened: &opened,
         method: method.as_ref(),
         options,
         choice,
-        on_cpu,
     };
     match source {
         Prompted::Turns(turns) => ready.converse(turns),

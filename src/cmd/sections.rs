@@ -8,7 +8,7 @@ use clap::{Arg, ArgAction, ArgMatches, Command, FromArgMatches, value_parser};
 use ndarray::Axis;
 use serde_json::{Map, Value, json};
 
-use super::parameters::{flags, values};
+use super::parameters::{flag_names, flags, values};
 use super::share::{LayerShare, environment, parse_layers};
 use super::task::Task;
 use super::{finish, output};
@@ -31,7 +31,6 @@ use crate::heap;
 use crate::method::a2ats::CODEWORDS;
 use crate::method::sections::SECTIONS;
 use crate::model::rope::Rope;
-use crate::parameters::Parameter;
 use crate::stats::moments::{LayerMoments, Position, QuerySums};
 
 /// Name of the flag for the position of the moments.
@@ -52,10 +51,9 @@ pub struct SectionFlags(pub SectionChoice);
 
 /// Lists the flags of each section, without their dashes.
 pub fn section_flags() -> impl Iterator<Item = (&'static str, Vec<String>)> {
-    SECTIONS.iter().map(|kind| {
-        let parameters = kind.parameters().parameters.iter();
-        (kind.name(), parameters.map(Parameter::flag).collect())
-    })
+    SECTIONS
+        .iter()
+        .map(|kind| (kind.name(), flag_names(&kind.parameters())))
 }
 
 impl clap::Args for SectionFlags {

@@ -4,8 +4,12 @@ use std::fmt;
 
 use serde::{Deserialize, Deserializer, Serialize, Serializer};
 
+use super::Method;
+use super::declaration::Ask;
 use super::registry::{METHODS, MethodName};
-use crate::artifact::Artifact;
+use super::tail::with_tail;
+use crate::artifact::{Artifact, MethodLoss};
+use crate::error::{Error, Result};
 
 /// What follows the name of a method with a tail.
 pub const SUFFIX: &str = "+tail";
@@ -42,6 +46,34 @@ impl Named {
     }
 }
 
+impl Named {
+    /// Prepares the method, with its tail if it has one.
+    ///
+    /// # Errors
+    /// As [`MethodName::prepare`]; the artifact has no tails.
+    pub fn prepare(self, ask: &Ask) -> Result<Box<dyn Method>> {
+        let method = self.method.prepare(ask)?;
+        match self.tail {
+            true => with_tail(method, ask),
+            false => Ok(method),
+        }
+    }
+
+    /// Returns the method of a row of an artifact's verdict.
+    ///
+    /// # Errors
+    /// This version does not know the method.
+    pub fn of_row(row: &MethodLoss) -> Result<Self> {
+        Self::parse(&row.method).ok_or_else(|| {
+            Error::failed(format!(
+                "the artifact recommends method `{}`, which this version does not know",
+                row.method
+            ))
+            .hint("choose another method, or use the version of kvsmith that made the artifact")
+        })
+    }
+}
+
 impl fmt::Display for Named {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str(self.method.as_str())?;
@@ -57,13 +89,13 @@ pub fn number(methods: &[Named], index: usize) -> usize {
 }
 
 impl Serialize for Named {
-    fn serialize<S: Serializer>(&self, to: S) -> Result<S::Ok, S::Error> {
+    fn serialize<S: Serializer>(&self, to: S) -> std::result::Result<S::Ok, S::Error> {
         to.collect_str(self)
     }
 }
 
 impl<'de> Deserialize<'de> for Named {
-    fn deserialize<D: Deserializer<'de>>(from: D) -> Result<Self, D::Error> {
+    fn deserialize<D: Deserializer<'de>>(from: D) -> std::result::Result<Self, D::Error> {
         let text = String::deserialize(from)?;
         let unknown = || serde::de::Error::custom(format!("unknown method `{text}`"));
         Self::parse(&text).ok_or_else(unknown)

@@ -229,10 +229,7 @@ impl<'a> Engine<'a> {
     pub fn shares(&self, id: SequenceId) -> Result<Shares> {
         let sequence = self.sequence(id)?;
         Ok(match sequence.steps {
-            0 => Shares {
-                read: 1.0,
-                ..Shares::default()
-            },
+            0 => Shares::UNSTEPPED,
             steps => sequence.caches.mean_shares(steps),
         })
     }

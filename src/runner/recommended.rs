@@ -8,7 +8,6 @@ use crate::method::Method;
 use crate::method::declaration::Ask;
 use crate::method::named::Named;
 use crate::method::params::MethodParams;
-use crate::method::tail::with_tail;
 use crate::model::Decoder;
 
 /// Prepares the method that an artifact recommends for a model, with the budget and the type of the cache that it was measured
@@ -26,13 +25,6 @@ pub fn recommended(artifact: &Artifact, decoder: &Decoder, seed: u64) -> Result<
         Error::failed("the artifact's verdict has no method that reads as little as was asked for")
             .hint("measure larger shares of the bytes or longer blocks, or choose a method and a budget")
     })?;
-    let named = Named::parse(&row.method).ok_or_else(|| {
-        Error::failed(format!(
-            "the artifact recommends the unknown method `{}`",
-            row.method
-        ))
-        .hint("use the version of kvsmith that made the artifact")
-    })?;
     let params = MethodParams::default();
     let ask = Ask {
         artifact: Some(artifact),
@@ -41,12 +33,7 @@ pub fn recommended(artifact: &Artifact, decoder: &Decoder, seed: u64) -> Result<
         params: &params,
         seed,
     };
-    let method = named.method.prepare(&ask)?;
-    let method = if named.tail {
-        with_tail(method, &ask)?
-    } else {
-        method
-    };
+    let method = Named::of_row(row)?.prepare(&ask)?;
     let kv = KvType::named(&verdict.kv).unwrap_or(KvType::Bf16);
     let options = Options {
         packed: params.selfindex.layout(Some(artifact))?,

@@ -164,10 +164,7 @@ impl<'a> Session<'a> {
     /// Returns the means over all decode steps and layers; before the first step, everything counts as read.
     pub fn shares(&self) -> Result<Shares> {
         match self.steps {
-            0 => Ok(Shares {
-                read: 1.0,
-                ..Shares::default()
-            }),
+            0 => Ok(Shares::UNSTEPPED),
             steps => self.backend.shares(steps),
         }
     }

@@ -18,6 +18,13 @@ pub struct Shares {
 }
 
 impl Shares {
+    /// Those before the first step: everything counts as read.
+    pub(super) const UNSTEPPED: Self = Self {
+        read: 1.0,
+        products: 0.0,
+        bypassed: 0.0,
+    };
+
     /// Adds the choices of the KV heads of one layer, each for `group` query heads.
     pub(crate) fn add_layer<'c>(
         &mut self,

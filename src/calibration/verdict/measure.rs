@@ -14,7 +14,6 @@ use crate::machine::Machine;
 use crate::method::declaration::Ask;
 use crate::method::named::{self, Named};
 use crate::method::params::MethodParams;
-use crate::method::tail::with_tail;
 use crate::method::{CPU_GRANULE, Method};
 use crate::model::Decoder;
 use crate::model::tokenizer::Tokenizer;
@@ -118,15 +117,10 @@ impl Judging<'_> {
             params: &params,
             seed: self.seed,
         };
-        let prepare = |named: &Named| {
-            let method = named.method.prepare(&ask)?;
-            if named.tail {
-                with_tail(method, &ask)
-            } else {
-                Ok(method)
-            }
-        };
-        let methods: Vec<Box<dyn Method>> = named.iter().map(prepare).collect::<Result<_>>()?;
+        let methods: Vec<Box<dyn Method>> = named
+            .iter()
+            .map(|named| named.prepare(&ask))
+            .collect::<Result<_>>()?;
         let layers = self.machine.layers(self.decoder)?;
         let names: Vec<String> = named.iter().map(Named::to_string).collect();
         self.announce(&names);

@@ -10,7 +10,7 @@ use std::time::Instant;
 use serde_json::{Value, json};
 use sha2::{Digest, Sha256};
 
-use super::ready::Ready;
+use super::ready::{Opened, Ready};
 use super::stop::Stop;
 use super::written::Written;
 use crate::cmd::print_json;
@@ -44,12 +44,12 @@ impl Batch<'_> {
     /// # Errors
     /// The output cannot be written, no prompt can be answered, an interrupt: the output has the replies so far.
     pub fn run(&self, mut prompts: Prompts) -> Result<()> {
-        let Ready {
+        let Opened {
             args,
             global,
             decoder,
             ..
-        } = *self.0;
+        } = *self.0.opened;
         let log = global.log();
         let path = args.output.as_deref().unwrap_or(Path::new(""));
         let inputs = args.inputs();
@@ -65,9 +65,9 @@ impl Batch<'_> {
         self.warn_of_lengths(&prompts);
         let (start, mut made) = (Instant::now(), Made::default());
         if !prompts.all.is_empty() {
-            let machine = global.machine(self.0.device, &log);
+            let machine = global.machine(self.0.opened.device, &log);
             let forward = machine.forward(decoder, prompts.longest_prompt())?;
-            if self.0.device.cuda().is_some() {
+            if self.0.opened.device.cuda().is_some() {
                 log.note("the KV caches and the selection are on the CPU");
             }
             let mut engine = Engine::new(forward, self.0.method, self.0.options);
@@ -109,7 +109,7 @@ impl Batch<'_> {
             "bytes_read_fraction": self.fraction(&made.counts),
         });
         let document = json!({
-            "output": path.display().to_string(), "device": self.0.device.name(), "batch": batch,
+            "output": path.display().to_string(), "device": self.0.opened.device.name(), "batch": batch,
         });
         print_json(global, &document)
     }
@@ -123,11 +123,11 @@ impl Batch<'_> {
         replies: &mut Replies,
         made: &mut Made,
     ) -> Result<()> {
-        let log = self.0.global.log();
+        let log = self.0.opened.global.log();
         let progress = log.progress(prompts.len() as u64, "replies");
         let mut running: Vec<Running> = Vec::new();
         loop {
-            while running.len() < self.0.args.sequences
+            while running.len() < self.0.opened.args.sequences
                 && let Some(prompt) = prompts.pop_front()
             {
                 let (id, opened) = (prompt.id.clone(), engine.open(prompt.reserved()));
@@ -162,14 +162,8 @@ impl Batch<'_> {
 
     /// Returns what the replies depend on.
     fn settings(&self) -> Result<Value> {
-        let Ready {
-            args,
-            decoder,
-            options,
-            choice,
-            ..
-        } = *self.0;
-        let artifact = self.0.artifact.map(|artifact| {
+        let (Opened { args, decoder, .. }, options, choice) = (*self.0.opened, self.0.options, self.0.choice);
+        let artifact = self.0.opened.artifact.map(|artifact| {
             let text = serde_json::to_vec(&artifact.manifest);
             text.map(|text| hex(&Sha256::digest(text)))
         });
@@ -178,8 +172,8 @@ impl Batch<'_> {
         Ok(json!({
             MARK[0]: MARK[1],
             "version": env!("CARGO_PKG_VERSION"),
-            "device": self.0.device.name(),
-            "precision": self.0.global.precision,
+            "device": self.0.opened.device.name(),
+            "precision": self.0.opened.global.precision,
             "model": decoder.checkpoint.fingerprint(&decoder.config)?,
             "weights": args.reading.weights_name(),
             "artifact": artifact,
@@ -189,7 +183,7 @@ impl Batch<'_> {
             "kv": options.kv.as_str(),
             "sinks": options.sinks,
             "window": options.window,
-            "seed": self.0.global.seed,
+            "seed": self.0.opened.global.seed,
             "temperature": sampling.temperature,
             "top_k": sampling.top_k,
             "top_p": sampling.top_p,
@@ -203,18 +197,20 @@ impl Batch<'_> {
 
     /// Returns the bytes that steps read over those of all visible keys and values.
     fn fraction(&self, counts: &Counts) -> Option<f64> {
-        counts.bytes_fraction(self.0.options.kv, self.0.decoder.config.head_dim)
+        counts.bytes_fraction(self.0.options.kv, self.0.opened.decoder.config.head_dim)
     }
 
     /// Warns once of replies beyond what the artifact was calibrated or measured on.
     fn warn_of_lengths(&self, prompts: &Prompts) {
-        let Ready {
-            global,
-            decoder,
-            artifact,
+        let (
+            Opened {
+                global,
+                decoder,
+                artifact,
+                ..
+            },
             choice,
-            ..
-        } = *self.0;
+        ) = (*self.0.opened, self.0.choice);
         let (context, longest) = (decoder.config.max_position_embeddings, prompts.longest());
         if let Some(artifact) = artifact {
             Reading::warn_beyond_calibration(&[choice.method], artifact, longest, context, global.log());
@@ -234,9 +230,9 @@ impl Batch<'_> {
         engine: &mut Engine,
         tokenizer: &'t Tokenizer,
     ) -> Result<Running<'t>> {
-        let (args, start) = (self.0.args, Instant::now());
+        let (args, start) = (self.0.opened.args, Instant::now());
         let logits = engine.prefill(sequence, &prompt.ids)?;
-        let mut sampler = Sampler::new(args.sampling(), self.0.global.seed);
+        let mut sampler = Sampler::new(args.sampling(), self.0.opened.global.seed);
         sampler.observe(&prompt.ids);
         Ok(Running {
             next: sampler.next(logits.view())?,
@@ -257,7 +253,7 @@ impl Batch<'_> {
         replies: &mut Replies,
         made: &mut Made,
     ) -> Result<Option<Running<'t>>> {
-        let Ready { args, decoder, .. } = *self.0;
+        let Opened { args, decoder, .. } = *self.0.opened;
         let stop = match of.prompt.max_new {
             0 => Some(Stop::Length),
             most => {

@@ -105,13 +105,7 @@ impl Choice {
         why: &str,
         log: Log,
     ) -> Result<Self> {
-        let named = Named::parse(&row.method).ok_or_else(|| {
-            Error::failed(format!(
-                "the artifact recommends method `{}`, which this version does not know",
-                row.method
-            ))
-            .hint("give --method, or use the version of kvsmith that made the artifact")
-        })?;
+        let named = Named::of_row(row)?;
         let loss = match &of.intervals {
             Some(interval) => format!("KL {:.4}, at most {:.4}", of.kl, interval.kl[1]),
             None => format!("KL {:.4}, a guess", of.kl),

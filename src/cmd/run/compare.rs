@@ -4,33 +4,19 @@ use serde_json::{Value, json};
 
 use super::args::Args;
 use super::choice::{BUDGET, Choice};
-use super::conversation::Conversation;
-use super::ready::open_session;
+use super::ready::{Opened, Ready};
 use super::turns::{Turn, Turns};
 use crate::artifact::{Artifact, Verdict};
-use crate::cmd::args::Global;
 use crate::cmd::named::Named;
-use crate::cmd::reading::in_full;
 use crate::cmd::{print, print_json};
-use crate::compute::device::Device;
 use crate::error::{Error, Result};
-use crate::kv::sample::Sampler;
 use crate::kv::{Budget, KvType};
-use crate::model::Decoder;
 
 /// Tokens that are shown where two texts part.
 const SHOWN: usize = 12;
 
-/// What all methods have in common.
-pub(super) struct Comparison<'a> {
-    pub args: &'a Args,
-    pub global: &'a Global,
-    pub device: &'a dyn Device,
-    pub decoder: &'a Decoder,
-    pub artifact: Option<&'a Artifact>,
-    /// What is said if the model could not run on the GPU.
-    pub on_cpu: Option<&'a str>,
-}
+/// The methods of `--compare`, with what they have in common.
+pub(super) struct Comparison<'a>(pub &'a Opened<'a>);
 
 /// What a method said.
 struct Told {
@@ -64,7 +50,7 @@ impl Comparison<'_> {
             return Err(Error::failed("the prompt has no tokens").hint("give at least one token"));
         };
         let mut told: Vec<Told> = Vec::new();
-        for named in &self.args.compare {
+        for named in &self.0.args.compare {
             turns.again(ids.clone());
             told.push(self.one(*named, &mut turns)?);
         }
@@ -101,7 +87,7 @@ impl Comparison<'_> {
                 shown(b)?
             );
         }
-        if !self.global.json {
+        if !self.0.global.json {
             return print(&text);
         }
         let rows: Vec<Value> = told
@@ -113,58 +99,26 @@ impl Comparison<'_> {
             })
             .collect();
         print_json(
-            self.global,
-            &json!({ "prompt_tokens": ids.len(), "compared": rows, "device": self.device.name() }),
+            self.0.global,
+            &json!({ "prompt_tokens": ids.len(), "compared": rows, "device": self.0.device.name() }),
         )
     }
 
     /// Runs the prompt with one method.
     fn one(&self, named: Named, turns: &mut Turns) -> Result<Told> {
-        let Self {
-            args,
-            global,
-            device,
-            decoder,
-            artifact,
-            on_cpu,
-        } = *self;
-        let choice = Choice::compared(named, args, artifact);
-        let reading = &args.reading;
-        let method = reading.method(
-            choice.method,
-            choice.tail,
-            reading.params(),
-            artifact,
-            decoder,
-            global,
-        )?;
-        let options = reading.options(choice.budget, choice.kv, artifact, device)?;
-        let known = turns.known();
-        let (session, fallback) =
-            open_session(args, global, device, decoder, method.as_ref(), options, known)?;
-        if !global.json {
+        let opened = self.0;
+        let choice = Choice::compared(named, opened.args, opened.artifact);
+        let (method, options) = opened.prepare(choice)?;
+        let ready = Ready {
+            opened,
+            method: method.as_ref(),
+            options,
+            choice,
+        };
+        let mut conversation = ready.conversation(turns)?;
+        if !opened.global.json {
             print(&format!("[{}]\n", choice.name()))?;
         }
-        let mut conversation = Conversation {
-            args,
-            global,
-            kv: options.kv,
-            fallbacks: [on_cpu, fallback]
-                .into_iter()
-                .flatten()
-                .map(str::to_owned)
-                .chain(in_full(method.as_ref()))
-                .collect(),
-            choice,
-            artifact,
-            full_heads: method.full_heads(),
-            session,
-            turns,
-            sampler: Sampler::new(args.sampling(), global.seed),
-            replies: Vec::new(),
-            steps_s: Vec::new(),
-            full_step_s: None,
-        };
         conversation.run()?;
         conversation.note()?;
         let json = conversation.compared()?;

@@ -19,64 +19,88 @@ use crate::method::Method;
 use crate::model::Decoder;
 use crate::runner::{CpuBackend, Options, Session};
 
-/// What prompts are answered with.
-pub(super) struct Ready<'a> {
+/// What is opened before it is known by which method prompts are answered.
+#[derive(Clone, Copy)]
+pub(super) struct Opened<'a> {
     pub args: &'a Args,
     pub global: &'a Global,
     pub device: &'a dyn Device,
     pub decoder: &'a Decoder,
     pub artifact: Option<&'a Artifact>,
-    pub method: &'a dyn Method,
-    pub options: Options,
-    pub choice: Choice,
     /// What to say if the model runs on the CPU although there is a GPU.
     pub on_cpu: Option<&'static str>,
 }
 
+impl Opened<'_> {
+    /// Prepares the method of a choice, and the options of its steps.
+    pub fn prepare(&self, choice: Choice) -> Result<(Box<dyn Method>, Options)> {
+        let (reading, artifact) = (&self.args.reading, self.artifact);
+        let params = reading.params();
+        let (name, tail) = (choice.method, choice.tail);
+        let method = reading.method(name, tail, params, artifact, self.decoder, self.global)?;
+        let options = reading.options(choice.budget, choice.kv, artifact, self.device)?;
+        Ok((method, options))
+    }
+}
+
+/// What prompts are answered with.
+pub(super) struct Ready<'a> {
+    pub opened: &'a Opened<'a>,
+    pub method: &'a dyn Method,
+    pub options: Options,
+    pub choice: Choice,
+}
+
 impl Ready<'_> {
-    /// Answers one prompt, or the turns of a conversation.
-    pub fn converse(&self, mut turns: Turns) -> Result<()> {
-        let Ready {
+    /// Opens a session for a conversation.
+    pub fn conversation<'t, 'd>(&'t self, turns: &'t mut Turns<'d>) -> Result<Conversation<'t, 'd>> {
+        let Opened {
             args,
             global,
+            device,
             decoder,
-            method,
-            options,
-            choice,
-            ..
-        } = *self;
-        let log = global.log();
+            artifact,
+            on_cpu,
+        } = *self.opened;
+        let (method, options) = (self.method, self.options);
+        let known = turns.known();
+        let (session, fallback) = open_session(args, global, device, decoder, method, options, known)?;
+        let of_device = [on_cpu, fallback].into_iter().flatten().map(str::to_owned);
+        Ok(Conversation {
+            args,
+            global,
+            kv: options.kv,
+            fallbacks: of_device.chain(in_full(method)).collect(),
+            choice: self.choice,
+            artifact,
+            full_heads: method.full_heads(),
+            session,
+            turns,
+            sampler: Sampler::new(args.sampling(), global.seed),
+            replies: Vec::new(),
+            steps_s: Vec::new(),
+            full_step_s: None,
+        })
+    }
+
+    /// Answers one prompt, or the turns of a conversation.
+    pub fn converse(&self, mut turns: Turns) -> Result<()> {
+        let Opened {
+            args, global, device, ..
+        } = *self.opened;
         // Opened before the weights are loaded, and dropped after the session that writes to it.
         let create = |path| output::Lines::create(path, &args.inputs(), global);
         let mut lines = args.trace.as_ref().map(|path| create(path)).transpose()?;
         loop {
-            let known = turns.known();
-            let (mut session, fallback) =
-                open_session(args, global, self.device, decoder, method, options, known)?;
-            let of_device = [self.on_cpu, fallback].into_iter().flatten().map(str::to_owned);
+            let mut conversation = self.conversation(&mut turns)?;
             if let Some(lines) = &mut lines {
-                session.trace(std::io::BufWriter::new(lines));
+                conversation.session.trace(std::io::BufWriter::new(lines));
             }
-            let mut conversation = Conversation {
-                args,
-                global,
-                kv: options.kv,
-                fallbacks: of_device.chain(in_full(method)).collect(),
-                choice,
-                artifact: self.artifact,
-                full_heads: method.full_heads(),
-                session,
-                turns: &mut turns,
-                sampler: Sampler::new(args.sampling(), global.seed),
-                replies: Vec::new(),
-                steps_s: Vec::new(),
-                full_step_s: None,
-            };
             let end = conversation.run();
             conversation.session.finish_trace()?;
             if matches!(end, Ok(End::Reset)) {
                 conversation.note()?;
-                log.note("starting a new conversation");
+                global.log().note("starting a new conversation");
                 continue;
             }
             // The replies so far are reported, however the conversation ended.
@@ -84,7 +108,7 @@ impl Ready<'_> {
                 if end.is_ok() {
                     conversation.time_in_full()?;
                 }
-                conversation.report(self.device.name())?;
+                conversation.report(device.name())?;
             }
             drop(conversation);
             return match end {
@@ -100,7 +124,7 @@ const RESERVED: usize = 4096;
 
 /// Opens a session on a device, for prompts of which `known` tokens are known already. With a GPU, caches and selection
 /// are on it if the method can run there; otherwise they are on the CPU, which the second value then says.
-pub(super) fn open_session<'a>(
+fn open_session<'a>(
     args: &Args,
     global: &Global,
     device: &'a dyn Device,
