@@ -85,13 +85,13 @@ fn a_calibration_is_that_of_the_command() {
     let model = checkpoint("llama_default");
     let ids = documents(&[400; 24], 3);
     let tokens = scratch.tokens("tokens.json", &ids);
-    let by_command = scratch.make(
-        "command",
-        &format!(
-            "calibrate --model {model} --tokens {tokens} --seq-len 400 --holdout 0.5 --size 16 --wpq-bits 32 --seed 7 \
-             --verdict-tokens 4000 --verdict-steps 4 --verdict-reads 0.5,0.9"
-        ),
+    // Of a model of random weights, methods lose more than the default limit; below this limit, all are dropped.
+    let limit = 10.0;
+    let calibrate = format!(
+        "calibrate --model {model} --tokens {tokens} --seq-len 400 --holdout 0.5 --size 16 --wpq-bits 32 --seed 7 \
+         --verdict-tokens 4000 --verdict-steps 4 --verdict-reads 0.5,0.9"
     );
+    let by_command = scratch.make("command", &format!("{calibrate} --verdict-kl {limit}"));
     let by_library = scratch.path("library");
     let decoder = Decoder::open(model.as_ref()).unwrap();
     let object = |value: Value| value.as_object().unwrap().clone();
@@ -101,6 +101,7 @@ fn a_calibration_is_that_of_the_command() {
             tokens: 4000,
             steps: 4,
             reads: vec![0.5, 0.9],
+            kl: limit,
             ..VerdictSettings::default()
         }),
         ..Settings::default()
@@ -146,6 +147,10 @@ fn a_calibration_is_that_of_the_command() {
     );
     let none = recommended(&Artifact::open(plain.as_ref(), SECTIONS).unwrap(), &decoder, 7);
     assert_eq!(none.err().unwrap().to_string(), "the artifact has no verdict");
+    let dropped = scratch.make("dropped", &calibrate);
+    let none = recommended(&Artifact::open(dropped.as_ref(), SECTIONS).unwrap(), &decoder, 7);
+    let none = none.err().unwrap().to_string();
+    assert!(none.contains("every method was dropped"), "{none}");
 
     // Settings out of range are refused by name before anything is fitted.
     let mut wrong = settings.clone();

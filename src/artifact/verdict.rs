@@ -295,6 +295,11 @@ impl Verdict {
         self.within(self.limit()).or_else(least)
     }
 
+    /// Tells whether no row is left to recommend because all that were measured lost too much on the first blocks.
+    pub fn dropped_all(&self) -> bool {
+        self.usual().is_none() && self.rows.iter().any(|row| row.measured.is_some())
+    }
+
     /// Tells whether the text was too short for intervals, so that a recommendation is a guess.
     pub fn is_guess(&self) -> bool {
         self.choices().all(|(_, of)| of.intervals.is_none())

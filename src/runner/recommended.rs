@@ -14,7 +14,7 @@ use crate::model::Decoder;
 /// with.
 ///
 /// # Errors
-/// The artifact has no verdict, or is for another model.
+/// The artifact is for another model, has no verdict, or one that recommends nothing.
 pub fn recommended(artifact: &Artifact, decoder: &Decoder, seed: u64) -> Result<(Box<dyn Method>, Options)> {
     let fingerprint = decoder.checkpoint.fingerprint(&decoder.config)?;
     artifact.check_model(&fingerprint, decoder.config.sizes())?;
@@ -22,7 +22,11 @@ pub fn recommended(artifact: &Artifact, decoder: &Decoder, seed: u64) -> Result<
         Error::failed("the artifact has no verdict").hint("measure one, or choose a method and a budget")
     })?;
     let (row, of) = verdict.usual().ok_or_else(|| {
-        Error::failed("the artifact's verdict has no method that reads as little as was asked for")
+        let why = match verdict.dropped_all() {
+            true => "every method was dropped after the first blocks",
+            false => "no method reads as little as was asked for",
+        };
+        Error::failed(format!("the artifact's verdict recommends nothing: {why}"))
             .hint("measure larger shares of the bytes or longer blocks, or choose a method and a budget")
     })?;
     let params = MethodParams::default();

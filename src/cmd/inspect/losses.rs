@@ -34,7 +34,7 @@ pub(in crate::cmd) fn losses(verdict: &Verdict) -> Vec<f64> {
 pub fn recommendation(verdict: &Verdict) -> String {
     let usual = verdict.usual();
     let limit = verdict.limit();
-    if usual.is_none() && verdict.rows.iter().any(|row| row.measured.is_some()) {
+    if verdict.dropped_all() {
         return paragraph(
             "recommended",
             "nothing: every method was dropped after the first blocks",
