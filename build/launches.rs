@@ -173,7 +173,7 @@ impl {name}<'_> {{
     pub fn kernel({}) -> Result<&'static Kernel> {{
         match {asked} {{
 {cases}            #[allow(unreachable_patterns)]
-            _ => Err(Error::failed(format!(\"CUDA: no kernel {} for {{:?}}\", {asked}))),
+            _ => Err(Error::internal(format!(\"CUDA: no kernel {} for {{:?}}\", {asked}))),
         }}
     }}
 

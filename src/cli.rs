@@ -384,7 +384,7 @@ fn start(cli: &Cli) -> Result<()> {
         .use_current_thread()
         .build_global()
         .map_err(|e| {
-            Error::failed(format!("cannot start the threads: {e}")).hint(
+            Error::system(format!("cannot start the threads: {e}")).hint(
                 "use fewer --threads, or raise the memory and process limits (`ulimit -v`, `ulimit -u`)",
             )
         })?;

@@ -146,7 +146,7 @@ impl Corpus {
         let seq_len = options.block_length(config);
         check(seq_len, options)?;
         if let Some(given) = options.uuid_tokens.filter(|given| *given > MAX_UUID_TOKENS) {
-            let what = format!("--uuid-tokens {given} is out of range: expected at most {MAX_UUID_TOKENS}");
+            let what = format!("⟨uuid_tokens={given}⟩ is out of range: expected at most {MAX_UUID_TOKENS}");
             return Err(Error::usage(what).hint("use a smaller number; a few tens of thousands are enough"));
         }
         let (text, uuids, reserve) = match source {
@@ -184,8 +184,8 @@ impl Corpus {
     pub fn cut(text: &[Vec<u32>], uuids: Vec<u32>, seq_len: usize, options: &CorpusOptions) -> Result<Self> {
         check(seq_len, options)?;
         if text.iter().all(Vec::is_empty) {
-            return Err(Error::failed("the input contains no tokens")
-                .hint("give at least one non-empty document, and --max-tokens above 0"));
+            return Err(Error::invalid("the input contains no tokens")
+                .hint("give at least one non-empty document, and ⟨max_tokens⟩ above 0"));
         }
         let mut corpus = Self {
             ids: Vec::new(),
@@ -214,7 +214,7 @@ impl Corpus {
         for block in document.chunks(self.seq_len) {
             self.ids.extend_from_slice(block);
             let end = u32::try_from(self.ids.len())
-                .map_err(|_| Error::failed("the input has more than 2^32 tokens").hint("give less text"))?;
+                .map_err(|_| Error::invalid("the input has more than 2^32 tokens").hint("give less text"))?;
             self.block_start.push(end);
         }
         Ok(first..self.n_blocks())
@@ -256,7 +256,7 @@ impl Corpus {
         if count == 0 || count > blocks {
             let error = Error::usage(format!("cannot cut {blocks} blocks of text into {count} shards"));
             return Err(error.hint(format!(
-                "use at most {blocks} shards, or a smaller --seq-len, which makes more blocks"
+                "use at most {blocks} shards, or a smaller ⟨seq_len⟩, which makes more blocks"
             )));
         }
         // Twice the middle of each block.
@@ -324,13 +324,13 @@ impl Corpus {
 /// Fails for a block length or a hold-out share out of range.
 fn check(seq_len: usize, options: &CorpusOptions) -> Result<()> {
     if seq_len == 0 {
-        return Err(Error::usage("--seq-len must be at least 1"));
+        return Err(Error::usage("⟨seq_len⟩ must be at least 1"));
     }
     let share = options.holdout;
     match (0.0..1.0).contains(&share) {
         true => Ok(()),
         false => Err(Error::usage(format!(
-            "--holdout {share} is out of range: expected at least 0 and less than 1"
+            "⟨holdout={share}⟩ is out of range: expected at least 0 and less than 1"
         ))),
     }
 }
@@ -348,8 +348,8 @@ const RESERVE_STREAM: u64 = 4;
 pub fn read_tokens(path: &Path) -> Result<Vec<Vec<u32>>> {
     let bytes = std::fs::read(path).map_err(|e| Error::io(path, "read", &e))?;
     serde_json::from_slice(&bytes).map_err(|e| {
-        Error::failed(format!("{}: {e}", path.display()))
-            .hint("give --tokens a JSON array of arrays of token ids, one per document")
+        Error::invalid(format!("{}: {e}", path.display()))
+            .hint("give ⟨tokens⟩ a JSON array of arrays of token ids, one per document")
     })
 }
 
@@ -370,10 +370,10 @@ fn uuid_document(tokenizer: &Tokenizer, seed: u64, stream: u64, tokens: usize) -
         }
         if ids.len() < count {
             let made = ids.len();
-            return Err(Error::failed(format!(
+            return Err(Error::invalid(format!(
                 "the tokenizer produces only {made} tokens from {count} UUIDs"
             ))
-            .hint("the tokenizer does not know the characters of UUIDs; add --uuid-tokens 0"));
+            .hint("the tokenizer does not know the characters of UUIDs; add ⟨uuid_tokens=0⟩"));
         }
         count *= 2;
     }

@@ -1,37 +1,72 @@
-//! The crate's one error type: a message, an optional hint, and a kind that decides the exit code.
+//! The crate's one error type: a kind that callers may match, a message, an optional hint and an optional source.
 //!
-//! Nearly every failure ends as `error: ...` and `hint: ...` on stderr, so callers seldom need to tell
-//! failures apart, and the kind suffices where they do. One type therefore serves the whole crate instead
-//! of an enum per area.
+//! One type serves the whole crate instead of an enum per area: nearly every failure is shown to a person, and where a
+//! caller branches, the kind suffices.
+//!
+//! A setting that a message or hint names stands in angle brackets, as in ⟨device=cpu⟩, so that each user of the library can
+//! write it its own way: [`wording::settings`](crate::wording::settings) replaces them. The command line writes flags.
 
 use std::fmt;
 use std::io::{self, ErrorKind};
 use std::path::Path;
 
-/// The kind of a failure: it decides the exit code, and callers may branch on it.
+/// What kind of failure it is.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Kind {
-    /// Bad input or a failed check: exit code 1.
-    Failed,
-    /// Wrong use of the command line: exit code 2.
+    /// A file, folder, tensor or section that is needed does not exist.
+    NotFound,
+    /// The contents of an input, such as a text or a `config.json`, cannot be used.
+    Invalid,
+    /// A setting or an argument is wrong.
     Usage,
-    /// A GPU has too little free memory: exit code 1.
-    GpuMemory,
-    /// The requested device cannot do this: exit code 3.
+    /// A file is truncated, was changed, or has contents that no version of its program writes.
+    Damaged,
+    /// Inputs that are valid do not belong together, such as a model and the artifact of another.
+    Mismatch,
+    /// The input is valid, but kvsmith cannot do this with it.
+    Unsupported,
+    /// There is too little free memory, on the machine or on its GPU.
+    Memory,
+    /// A device is not available, has failed, or cannot do the work.
     Device,
-    /// Stopped by the user: exit code 130.
+    /// The operating system refused: a full disk, missing permissions, a file that another process holds.
+    System,
+    /// The work was cancelled.
     Interrupted,
-    /// The reader of stdout has closed it (`| head`): a silent end, exit code 0.
+    /// The reader of an output has closed it (`| head`); there is nobody to tell.
     Closed,
+    /// A failure that no input should be able to cause.
+    Internal,
 }
 
-/// A failure: its message, an optional hint and its kind.
+impl Kind {
+    /// Returns its name, as in the documents of `--json`.
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::NotFound => "not found",
+            Self::Invalid => "invalid input",
+            Self::Usage => "usage",
+            Self::Damaged => "damaged",
+            Self::Mismatch => "mismatch",
+            Self::Unsupported => "unsupported",
+            Self::Memory => "out of memory",
+            Self::Device => "device",
+            Self::System => "system",
+            Self::Interrupted => "interrupted",
+            Self::Closed => "closed",
+            Self::Internal => "internal",
+        }
+    }
+}
+
+/// A failure: its kind, its message, an optional hint, and the failure of the operating system that caused it, if one did.
 #[derive(Debug, thiserror::Error)]
 #[error("{message}")]
 pub struct Error {
     kind: Kind,
     message: String,
     hint: Option<String>,
+    source: Option<io::Error>,
 }
 
 /// The hint for a failure that no input should be able to cause.
@@ -42,7 +77,7 @@ pub type Result<T> = std::result::Result<T, Error>;
 
 impl From<ndarray::ShapeError> for Error {
     fn from(e: ndarray::ShapeError) -> Self {
-        Self::failed(e.to_string())
+        Self::internal(e.to_string())
     }
 }
 
@@ -52,22 +87,58 @@ impl Error {
             kind,
             message: message.into(),
             hint: None,
+            source: None,
         }
     }
 
-    /// Makes the error for bad input or a failed check.
-    pub fn failed(message: impl Into<String>) -> Self {
-        Self::new(Kind::Failed, message)
+    /// Makes the error for something that does not exist.
+    pub fn not_found(message: impl Into<String>) -> Self {
+        Self::new(Kind::NotFound, message)
     }
 
-    /// Makes the error for wrong use of the command line.
+    /// Makes the error for an input whose contents cannot be used.
+    pub fn invalid(message: impl Into<String>) -> Self {
+        Self::new(Kind::Invalid, message)
+    }
+
+    /// Makes the error for a wrong setting or argument.
     pub fn usage(message: impl Into<String>) -> Self {
         Self::new(Kind::Usage, message)
     }
 
+    /// Makes the error for a file that is not as its program wrote it.
+    pub fn damaged(message: impl Into<String>) -> Self {
+        Self::new(Kind::Damaged, message)
+    }
+
+    /// Makes the error for inputs that do not belong together.
+    pub fn mismatch(message: impl Into<String>) -> Self {
+        Self::new(Kind::Mismatch, message)
+    }
+
+    /// Makes the error for a valid input that kvsmith cannot handle.
+    pub fn unsupported(message: impl Into<String>) -> Self {
+        Self::new(Kind::Unsupported, message)
+    }
+
+    /// Makes the error for too little free memory.
+    pub fn memory(message: impl Into<String>) -> Self {
+        Self::new(Kind::Memory, message)
+    }
+
     /// Makes the error for a GPU with too little free memory for `need`.
     pub fn gpu_memory(need: impl fmt::Display) -> Self {
-        Self::new(Kind::GpuMemory, format!("out of GPU memory: {need}"))
+        Self::memory(format!("out of GPU memory: {need}"))
+    }
+
+    /// Makes the error for what the operating system refused.
+    pub fn system(message: impl Into<String>) -> Self {
+        Self::new(Kind::System, message)
+    }
+
+    /// Makes the error for what no input should be able to cause.
+    pub fn internal(message: impl Into<String>) -> Self {
+        Self::new(Kind::Internal, message)
     }
 
     /// Makes the error for a device that is not available or cannot do the work.
@@ -75,7 +146,7 @@ impl Error {
         Self::new(Kind::Device, message)
     }
 
-    /// Makes the error for work that the user stopped.
+    /// Makes the error for cancelled work.
     pub fn interrupted() -> Self {
         Self::new(Kind::Interrupted, "interrupted")
     }
@@ -84,14 +155,24 @@ impl Error {
     pub fn stdout(source: &io::Error) -> Self {
         match source.kind() {
             ErrorKind::BrokenPipe => Self::new(Kind::Closed, "stdout was closed"),
-            _ => Self::failed(format!("cannot write to stdout: {source}"))
+            _ => Self::system(format!("cannot write to stdout: {source}"))
                 .hint("free some disk space, or redirect the output elsewhere"),
         }
     }
 
     /// Makes the error for a failed input or output operation on `path`; `doing` is its verb, such as `read`.
     pub fn io(path: &Path, doing: &str, source: &io::Error) -> Self {
-        let error = Self::failed(format!("cannot {doing} {}: {source}", path.display()));
+        let kind = match source.kind() {
+            ErrorKind::NotFound => Kind::NotFound,
+            ErrorKind::UnexpectedEof => Kind::Damaged,
+            ErrorKind::InvalidData => Kind::Invalid,
+            ErrorKind::OutOfMemory => Kind::Memory,
+            _ => Kind::System,
+        };
+        let error = Self {
+            source: Some(again(source)),
+            ..Self::new(kind, format!("cannot {doing} {}: {source}", path.display()))
+        };
         let hint = match source.kind() {
             ErrorKind::StorageFull => "free some disk space, or write the output elsewhere",
             ErrorKind::PermissionDenied => "check the permissions of the file and its folder",
@@ -145,14 +226,22 @@ impl Error {
         self.kind
     }
 
-    /// Returns the process's exit code.
+    /// Returns the exit code of a process that ends with this failure.
     pub fn exit_code(&self) -> u8 {
         match self.kind {
-            Kind::Failed | Kind::GpuMemory => 1,
             Kind::Usage => 2,
             Kind::Device => 3,
             Kind::Interrupted => 130,
             Kind::Closed => 0,
+            _ => 1,
         }
+    }
+}
+
+/// Returns an error of the operating system again, as a value.
+fn again(e: &io::Error) -> io::Error {
+    match e.raw_os_error() {
+        Some(code) => io::Error::from_raw_os_error(code),
+        None => io::Error::new(e.kind(), e.to_string()),
     }
 }

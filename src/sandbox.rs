@@ -56,7 +56,7 @@ pub fn run(limits: Allowance, work: impl FnOnce() -> Outcome + Send) -> Result<V
         Isolation::Fork => env.during(|| in_fork(limits, work)),
         Isolation::Thread => catch_unwind(AssertUnwindSafe(work))
             .map_err(|_| crashed())?
-            .map_err(Error::failed),
+            .map_err(Error::invalid),
     };
     thread::scope(|scope| {
         let thread = thread::Builder::new().stack_size(STACK);
@@ -66,15 +66,15 @@ pub fn run(limits: Allowance, work: impl FnOnce() -> Outcome + Send) -> Result<V
 }
 
 fn none(e: io::Error) -> Error {
-    Error::failed(format!("cannot start its process: {e}"))
+    Error::system(format!("cannot start its process: {e}"))
 }
 
 fn crashed() -> Error {
-    Error::failed("its library crashed")
+    Error::invalid("its library crashed")
 }
 
 fn endless() -> Error {
-    Error::failed("it does not finish")
+    Error::invalid("it does not finish")
 }
 
 /// Forks and waits for the new process, which consists of a copy of this thread alone.
@@ -88,7 +88,7 @@ fn in_fork(limits: Allowance, work: impl FnOnce() -> Outcome) -> Result<Vec<u8>>
     {
         return match head[0] {
             DONE => Ok(bytes.to_vec()),
-            _ => Err(Error::failed(String::from_utf8_lossy(bytes))),
+            _ => Err(Error::invalid(String::from_utf8_lossy(bytes))),
         };
     }
     // The system kills a process that has used up its processor time.
@@ -99,7 +99,7 @@ fn in_fork(limits: Allowance, work: impl FnOnce() -> Outcome) -> Result<Vec<u8>>
     let what = format!(
         "it crashed, most likely because it needs more than {mb} MB of memory or is nested too deeply"
     );
-    Err(Error::failed(what))
+    Err(Error::invalid(what))
 }
 
 /// Starts the process; returns its id and the pipe through which it sends its result.

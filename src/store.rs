@@ -103,7 +103,7 @@ fn header(specs: &[Spec], metadata: Option<&str>) -> Result<(Vec<u8>, BTreeMap<S
     let mut offsets = BTreeMap::new();
     let mut at = 0usize;
     for spec in order {
-        let too_large = || Error::failed(format!("tensor `{}` {:?} is too large", spec.name, spec.shape));
+        let too_large = || Error::invalid(format!("tensor `{}` {:?} is too large", spec.name, spec.shape));
         let end = spec
             .bytes()
             .and_then(|len| at.checked_add(len))
@@ -149,7 +149,7 @@ impl Writer {
     /// Writes `bytes` into tensor `name`, from byte `at` of its data on.
     pub fn put(&self, name: &str, at: usize, bytes: &[u8]) -> Result<()> {
         let path = self.output.path();
-        let missing = || Error::failed(format!("internal: no tensor `{name}` in {}", path.display()));
+        let missing = || Error::internal(format!("internal: no tensor `{name}` in {}", path.display()));
         let start = self.offsets.get(name).ok_or_else(missing)?;
         let written = disk::write_all_at(self.output.file(), bytes, (start + at) as u64);
         written.map_err(|e| Error::io(path, "write", &e))
@@ -184,7 +184,7 @@ impl Writer {
             let what = e
                 .to_string()
                 .replace(&place, &self.output.path().display().to_string());
-            let error = Error::failed(format!(
+            let error = Error::invalid(format!(
                 "the file was not written, because it would be invalid: {what}"
             ));
             error.hint(
@@ -249,12 +249,12 @@ impl Store {
     /// A missing file, or a header that does not describe exactly the file's data.
     pub fn open(path: &Path) -> Result<Self> {
         if path.is_dir() {
-            return Err(Error::failed(format!("{} is a folder", path.display())).hint("give a file instead"));
+            return Err(Error::invalid(format!("{} is a folder", path.display())).hint("give a file instead"));
         }
         let file = File::open(path).map_err(|e| Error::io(path, "open", &e))?;
         let map = Mapped::new(&file, path).map_err(|e| Error::io(path, "read", &e))?;
         let (header, info) = SafeTensors::read_metadata(&map).map_err(|e| {
-            Error::failed(format!(
+            Error::damaged(format!(
                 "{} is not a valid safetensors file ({e})",
                 path.display()
             ))
@@ -264,7 +264,7 @@ impl Store {
         let (described, found) = (info.data_len(), map.len() - start);
         if found != described {
             let what = format!("the header describes {described} bytes of tensors, but the file has {found}");
-            let error = Error::failed(what).context(path.display());
+            let error = Error::damaged(what).context(path.display());
             return Err(error.hint("the file is damaged or incomplete; recreate it"));
         }
         let metadata = info
@@ -293,7 +293,7 @@ impl Store {
         if bytes == self.map[..self.header_len] {
             return Ok(());
         }
-        Err(Error::failed(format!(
+        Err(Error::damaged(format!(
             "{}: the header was modified after the file was written",
             self.path.display()
         ))
@@ -321,13 +321,13 @@ impl Store {
     /// The header has no such JSON, or the JSON is not an object.
     pub fn manifest(&self) -> Result<Value> {
         let text = self.metadata.as_ref().ok_or_else(|| {
-            Error::failed(format!("{} was not written by kvsmith", self.path.display()))
+            Error::damaged(format!("{} was not written by kvsmith", self.path.display()))
                 .hint("give a file made by `kvsmith calibrate`, `pack`, `codebook` or `moments`")
         })?;
         match serde_json::from_str(text) {
             Ok(value @ Value::Object(_)) => Ok(value),
             _ => Err(
-                Error::failed(format!("{}: its manifest is not valid JSON", self.path.display()))
+                Error::damaged(format!("{}: its manifest is not valid JSON", self.path.display()))
                     .hint("the file is damaged; recreate it"),
             ),
         }
@@ -363,14 +363,15 @@ impl Store {
     pub fn checked(&self, expected: &Spec) -> Result<&[u8]> {
         let Spec { name, dtype, shape } = expected;
         const OTHER: &str = "the file is damaged, or of another kind or version; recreate it";
-        let missing = || Error::failed(format!("{} has no tensor `{name}`", self.path.display())).hint(OTHER);
+        let missing =
+            || Error::damaged(format!("{} has no tensor `{name}`", self.path.display())).hint(OTHER);
         let (spec, a, b) = self.specs.get(name).ok_or_else(missing)?;
         if spec != expected {
             let found = format!(
                 "tensor `{name}` has type and shape {:?} {:?}",
                 spec.dtype, spec.shape
             );
-            let error = Error::failed(format!("{found}, expected {dtype:?} {shape:?}"));
+            let error = Error::mismatch(format!("{found}, expected {dtype:?} {shape:?}"));
             return Err(error.context(self.path.display()).hint(OTHER));
         }
         Ok(&self.map[*a..*b])

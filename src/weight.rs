@@ -75,7 +75,7 @@ impl Weight {
     /// Writes rows of stored bytes to a temporary file and maps it.
     fn in_file(rows: impl Iterator<Item = Vec<u8>>, stored: Stored, cols: usize, name: &str) -> Result<Self> {
         let failed = |e: std::io::Error| {
-            Error::failed(format!("cannot write a temporary file: {e}")).hint("set TMPDIR to another folder")
+            Error::system(format!("cannot write a temporary file: {e}")).hint("set TMPDIR to another folder")
         };
         let mut file = BufWriter::new(tempfile::tempfile().map_err(failed)?);
         let mut count = 0;
@@ -110,13 +110,13 @@ impl Weight {
         };
         let (values, _) = quant.block();
         if !self.cols.is_multiple_of(values) {
-            return Err(Error::failed(format!(
+            return Err(Error::invalid(format!(
                 "tensor `{}` has rows of {} values, which are not whole blocks of {}",
                 self.name,
                 self.cols,
                 quant.name()
             ))
-            .hint("omit --weights"));
+            .hint("omit ⟨weights⟩"));
         }
         self.check_finite()?;
         let mut wide = vec![0.0; self.cols];
@@ -212,7 +212,7 @@ impl Weight {
         for r in 0..self.rows {
             self.read(r, 0, &mut row);
             if let Some(c) = row.iter().position(|v| !v.is_finite()) {
-                return Err(Error::failed(format!(
+                return Err(Error::damaged(format!(
                     "tensor `{}` contains a NaN or infinite value (element {})",
                     self.name,
                     r * self.cols + c

@@ -46,6 +46,30 @@ pub fn harmless(text: &str) -> Cow<'_, str> {
     Cow::Owned(text.chars().map(escaped).collect())
 }
 
+/// Replaces the settings that a text names, as in `⟨seq_len⟩` and `⟨device=cpu⟩`, by what `write` gives for a name and its value.
+pub fn settings<'a>(text: &'a str, write: impl Fn(&str, Option<&str>) -> String) -> Cow<'a, str> {
+    let (mut out, mut rest) = (String::new(), text);
+    while let Some((before, (inside, after))) = rest
+        .split_once('⟨')
+        .and_then(|(a, b)| Some((a, b.split_once('⟩')?)))
+    {
+        let (name, value) = inside
+            .split_once('=')
+            .map_or((inside, None), |(name, value)| (name, Some(value)));
+        out += before;
+        match name.chars().all(|c| c.is_ascii_lowercase() || c == '_') {
+            true => out += &write(name, value),
+            // What comes from a file, such as a name, stays as it is.
+            false => out += &format!("⟨{inside}⟩"),
+        }
+        rest = after;
+    }
+    match out.is_empty() {
+        true => Cow::Borrowed(text),
+        false => Cow::Owned(out + rest),
+    }
+}
+
 /// Formats a number of bytes for people: `812 bytes`, `23.0 KB`, `4.33 MB`, `2.47 GB`, `7.86 TB`.
 pub fn size(bytes: usize) -> String {
     if bytes >= 1_000_000_000_000 {
@@ -92,6 +116,21 @@ pub fn duration(seconds: f64) -> String {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn settings_are_written_by_the_caller() {
+        let write = |name: &str, value: Option<&str>| format!("[{name}|{}]", value.unwrap_or_default());
+        let written = |text| settings(text, write).into_owned();
+        assert_eq!(
+            written("use ⟨device=cpu⟩, or a smaller ⟨seq_len⟩."),
+            "use [device|cpu], or a smaller [seq_len|]."
+        );
+        assert_eq!(written("⟨size=3⟩"), "[size|3]");
+        // Names in files are no settings.
+        for text in ["none", "⟨open", "open⟩", "⟨Big Name⟩.txt", "⟨../x⟩ and ⟨ ⟩"] {
+            assert_eq!(written(text), text);
+        }
+    }
 
     #[test]
     fn digits_are_grouped() {

@@ -88,17 +88,17 @@ impl WorkFolder {
         let (folder, is_new) = Folder::claim(dir, &KIND, files.clone(), &json!(identity))?;
         if !is_new && !resume {
             return Err(
-                Error::failed(format!("{} contains an unfinished run", dir.display()))
-                    .hint("add --resume to continue it, or choose another --work folder"),
+                Error::invalid(format!("{} contains an unfinished run", dir.display()))
+                    .hint("add ⟨resume⟩ to continue it, or choose another ⟨work⟩ folder"),
             );
         }
         if *folder.run() != json!(identity) || folder.files() != files {
-            return Err(Error::failed(format!(
+            return Err(Error::mismatch(format!(
                 "{} contains a run with other inputs or options",
                 dir.display()
             ))
             .hint(
-                "use the same model, text, seed and options as that run, or choose another --work folder",
+                "use the same model, text, seed and options as that run, or choose another ⟨work⟩ folder",
             ));
         }
         let of = |section: &Section| (section.kind.name(), section.layer_specs());
@@ -115,7 +115,7 @@ impl WorkFolder {
 
     /// Saves a finished layer, then, unless it is the last, the hidden states after it.
     pub fn save(&self, layer: usize, parts: &LayerParts, hidden: &Array2<f32>, last: bool) -> Result<()> {
-        let missing = |what: &str| Error::failed(format!("internal: layer {layer} has no {what}"));
+        let missing = |what: &str| Error::internal(format!("internal: layer {layer} has no {what}"));
         let (mut tensors, mut quality) = (Vec::new(), Vec::new());
         for (name, specs) in &self.sections {
             let part = parts.get(name).ok_or_else(|| missing(name))?;
@@ -193,12 +193,12 @@ impl WorkFolder {
 
     /// Makes the error for a file that differs from what this run wrote.
     fn damaged(&self, path: &Path) -> Error {
-        Error::failed(format!("{} is damaged or does not belong here", path.display())).hint(self.advice())
+        Error::damaged(format!("{} is damaged or does not belong here", path.display())).hint(self.advice())
     }
 
     fn advice(&self) -> String {
         format!(
-            "remove {} and start again without --resume",
+            "remove {} and start again without ⟨resume⟩",
             self.folder.path().display()
         )
     }

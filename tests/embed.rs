@@ -41,6 +41,66 @@ fn the_example_runs_beside_other_threads() {
     });
 }
 
+/// A caller branches on the kind of an error, and finds the failure of the system behind it.
+#[test]
+fn errors_have_kinds_and_sources() {
+    use kvsmith::error::Kind;
+    use std::error::Error as _;
+    let scratch = Scratch::new();
+    let kind = |found: kvsmith::error::Result<Artifact>| found.err().expect("an error").kind();
+    let open = |path: &str| Artifact::open(path.as_ref(), SECTIONS);
+    let missing = open(&scratch.path("none.safetensors")).err().expect("an error");
+    assert_eq!(missing.kind(), Kind::NotFound);
+    let source = missing
+        .source()
+        .and_then(|source| source.downcast_ref::<std::io::Error>());
+    assert_eq!(
+        source.map(std::io::Error::kind),
+        Some(std::io::ErrorKind::NotFound)
+    );
+    std::fs::write(scratch.path("cut.safetensors"), [7; 40]).unwrap();
+    assert_eq!(kind(open(&scratch.path("cut.safetensors"))), Kind::Damaged);
+    // Models: none at the path, one of an unknown family, one without a name of its family.
+    let model = |name: &str| {
+        Decoder::open(scratch.path(name).as_ref())
+            .err()
+            .expect("an error")
+    };
+    assert_eq!(model("none").kind(), Kind::NotFound);
+    let folder = scratch.model("llama", "llama");
+    let config = Decoder::open(folder.as_ref()).unwrap().config;
+    scratch.model("other", "llama");
+    let family = |name: Value| {
+        let path = scratch.path("other/config.json");
+        let mut fields: Value = serde_json::from_slice(&std::fs::read(&path).unwrap()).unwrap();
+        fields["model_type"] = name;
+        std::fs::write(path, fields.to_string()).unwrap();
+        model("other")
+    };
+    let unknown = family(json!("mamba"));
+    let hint = unknown.advice().unwrap_or_default();
+    assert_eq!(
+        (unknown.kind(), hint.starts_with("supported: ")),
+        (Kind::Unsupported, true),
+        "{hint}"
+    );
+    assert_eq!(family(json!(3)).kind(), Kind::Invalid);
+    // Settings stand in angle brackets, for each user of the library to write in its own way.
+    let options = CorpusOptions {
+        holdout: 2.0,
+        ..CorpusOptions::default()
+    };
+    let tokens = CorpusSource::Tokens(scratch.tokens("tokens.json", &documents(&[30], 1)).into());
+    let error = Corpus::load(folder.as_ref(), &config, &tokens, &options)
+        .err()
+        .expect("an error");
+    assert_eq!(error.kind(), Kind::Usage);
+    assert!(
+        error.to_string().starts_with("⟨holdout=2⟩ is out of range"),
+        "{error}"
+    );
+}
+
 /// A host that may not fork gets the same tokens, from its own process.
 #[test]
 fn a_host_can_decline_forks() {

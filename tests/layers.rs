@@ -235,6 +235,58 @@ fn imports_only_look_down() {
 }
 
 /// A tree of made-up files.
+/// Lines of the library that name a flag of the command line; flags of other programs are allowed.
+fn lines_with_flags(file: &str, text: &str) -> Vec<String> {
+    const OTHERS: [&str; 5] = [
+        "--merge",
+        "--gpu-architecture",
+        "--std",
+        "--define-macro",
+        "--revision",
+    ];
+    let is_flag = |word: &str| {
+        let name = word
+            .strip_prefix("--")
+            .filter(|name| name.starts_with(|c: char| c.is_ascii_lowercase()));
+        name.is_some() && !OTHERS.iter().any(|other| word.starts_with(other))
+    };
+    let names_one = |line: &str| {
+        line.split(|c: char| !c.is_alphanumeric() && c != '-')
+            .any(is_flag)
+    };
+    let code = text.lines().filter(|line| !line.trim_start().starts_with("//"));
+    code.filter(|line| names_one(line))
+        .map(|line| format!("{file}: {}", line.trim()))
+        .collect()
+}
+
+/// A setting stands in a text of the library as `⟨seq_len⟩`; the command line writes it as a flag.
+#[test]
+fn texts_of_the_library_name_no_flags() {
+    let tree = Tree::read(&root().join("src"));
+    let is_library =
+        |file: &&String| !file.starts_with("cmd/") && !["cli.rs", "main.rs"].contains(&file.as_str());
+    let found = tree.files.keys().filter(is_library).flat_map(|file| {
+        let text = std::fs::read_to_string(root().join("src").join(file)).unwrap();
+        lines_with_flags(file, &text)
+    });
+    assert_eq!(found.collect::<Vec<_>>(), Vec::<String>::new());
+    let broken = [
+        "let a = \"use --device cpu\";",
+        "// --device\nhint(\"a smaller `--seq-len`\")",
+    ];
+    broken
+        .iter()
+        .for_each(|text| assert_eq!(lines_with_flags("a.rs", text).len(), 1, "{text}"));
+    assert_eq!(
+        lines_with_flags(
+            "a.rs",
+            "\"models--gpt2\", \"`llama-gguf-split --merge`\", i--; \"a -- b\""
+        ),
+        Vec::<String>::new()
+    );
+}
+
 fn made_up(files: &[(&str, &str)]) -> Tree {
     Tree::of(
         &files

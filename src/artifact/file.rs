@@ -44,7 +44,7 @@ impl Artifact {
         }
         let Range { start, end } = artifact.layers;
         let (shown, all) = (path.display(), artifact.sizes.n_layers);
-        let error = Error::failed(format!("{shown} has only layers {start}..{end} of {all}"));
+        let error = Error::invalid(format!("{shown} has only layers {start}..{end} of {all}"));
         Err(error.hint("join it with the files of the other layers by `kvsmith pack`"))
     }
 
@@ -67,13 +67,13 @@ impl Artifact {
         let is_part =
             layers.start < layers.end && layers.end <= sizes.n_layers && layers.len() < sizes.n_layers;
         if manifest.layers.is_some() && !(is_part && manifest.quality.methods.is_none()) {
-            return Err(context(Error::failed("`layers` is not valid")));
+            return Err(context(Error::damaged("`layers` is not valid")));
         }
         let mut kinds = BTreeMap::new();
         for (name, section) in &manifest.sections {
             let kind = known.iter().copied().find(|kind| kind.name() == name);
             let kind = kind.ok_or_else(|| {
-                let error = Error::failed(format!("unknown section `{name}`"));
+                let error = Error::unsupported(format!("unknown section `{name}`"));
                 context(error.hint("a newer version of kvsmith made the file; update kvsmith"))
             })?;
             let specs = part_specs(kind.specs(&section.params, sizes).map_err(context)?, layers.len());
@@ -84,7 +84,7 @@ impl Artifact {
                 reports.len() == layers.len() && reports.iter().all(|heads| heads.len() == sizes.n_kv_heads)
             });
             if !complete {
-                return Err(context(Error::failed(format!(
+                return Err(context(Error::damaged(format!(
                     "`quality.{name}` does not have exactly one entry per layer and head"
                 ))));
             }
@@ -99,7 +99,7 @@ impl Artifact {
             .specs()
             .find(|s| !expected.clone().any(|e| e.name == s.name))
         {
-            return Err(context(Error::failed(format!(
+            return Err(context(Error::damaged(format!(
                 "tensor `{}` does not belong to any section",
                 extra.name
             ))));
@@ -135,8 +135,8 @@ impl Artifact {
     /// The artifact does not have it.
     pub fn section(&self, name: &str) -> Result<SectionView<'_>> {
         self.sections().find(|s| s.kind.name() == name).ok_or_else(|| {
-            Error::failed(format!("{} has no section `{name}`", self.store.path().display()))
-                .hint("calibrate again with this section, or choose another --method")
+            Error::not_found(format!("{} has no section `{name}`", self.store.path().display()))
+                .hint("calibrate again with this section, or choose another ⟨method⟩")
         })
     }
 
@@ -169,7 +169,7 @@ impl Artifact {
             } = s;
             format!("{n_layers} layers, {n_heads} query and {n_kv_heads} KV heads of {head_dim} channels")
         });
-        Err(Error::failed(format!(
+        Err(Error::mismatch(format!(
             "{} was made for a model of other sizes: the file has {own}, this model has {model}",
             self.store.path().display()
         ))
@@ -182,7 +182,7 @@ impl Artifact {
         if own == fingerprint {
             return self.check_sizes(sizes);
         }
-        Err(Error::failed(format!(
+        Err(Error::mismatch(format!(
             "{} was made for another model: the file has fingerprint {}, this model has {}",
             self.store.path().display(),
             short(own),
@@ -198,16 +198,16 @@ fn read_manifest(store: &Store) -> Result<Manifest> {
     let manifest = store.manifest()?;
     store.check_canonical()?;
     if manifest.get("format") != Some(&json!(FORMAT)) {
-        return Err(Error::failed(format!("{path} is not an artifact of format {FORMAT}")).hint(AGAIN));
+        return Err(Error::damaged(format!("{path} is not an artifact of format {FORMAT}")).hint(AGAIN));
     }
     if !store.metadata().is_some_and(|text| seal_holds(text, &manifest)) {
-        return Err(Error::failed(format!(
+        return Err(Error::damaged(format!(
             "{path}: the manifest was modified after the file was written"
         ))
         .hint("the file is damaged; recreate it"));
     }
     Manifest::deserialize(manifest)
-        .map_err(|e| Error::failed(format!("{path}: the manifest is not valid: {e}")).hint(AGAIN))
+        .map_err(|e| Error::damaged(format!("{path}: the manifest is not valid: {e}")).hint(AGAIN))
 }
 
 /// A section of an opened file.
@@ -251,7 +251,7 @@ impl<'a> SectionView<'a> {
         let spec = self.specs.iter().find(|spec| spec.name == tensor);
         let spec = spec.ok_or_else(|| {
             let section = self.kind.name();
-            Error::failed(format!("internal: section `{section}` has no tensor `{tensor}`"))
+            Error::internal(format!("internal: section `{section}` has no tensor `{tensor}`"))
         })?;
         self.artifact.store.read(tensor, &spec.shape)
     }
@@ -277,7 +277,7 @@ impl<'a> SectionView<'a> {
 
     /// Makes the error for values that no fit can produce.
     pub fn damaged(&self, what: impl std::fmt::Display) -> Error {
-        Error::failed(format!("{}: {what}", self.artifact.store.path().display()))
+        Error::damaged(format!("{}: {what}", self.artifact.store.path().display()))
             .hint("the file is damaged; recreate it")
     }
 

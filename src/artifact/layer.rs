@@ -48,7 +48,7 @@ impl LayerStates<'_> {
     /// The section's declaration does not say that it reads them.
     pub fn moments(&self) -> Result<&LayerMoments> {
         self.moments
-            .ok_or_else(|| Error::failed("internal: a section reads moments that it did not ask for"))
+            .ok_or_else(|| Error::internal("internal: a section reads moments that it did not ask for"))
     }
 
     /// Returns the sums over the queries of the layer.
@@ -57,7 +57,7 @@ impl LayerStates<'_> {
     /// The fit does not say that it reads them.
     pub fn sums(&self) -> Result<&QuerySums> {
         self.sums
-            .ok_or_else(|| Error::failed("internal: a fit reads sums that it did not ask for"))
+            .ok_or_else(|| Error::internal("internal: a fit reads sums that it did not ask for"))
     }
 
     /// Counts the rows that take part in the fit.

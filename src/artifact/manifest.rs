@@ -16,7 +16,7 @@ use crate::store;
 pub const FORMAT: u64 = 1;
 /// The hint for a file that this version does not read.
 pub(super) const AGAIN: &str =
-    "recreate the file with `kvsmith calibrate --model DIR --text FILE -o ART.safetensors`";
+    "recreate the file with `kvsmith calibrate ⟨model=DIR⟩ ⟨text=FILE⟩ ⟨output=ART.safetensors⟩`";
 
 /// The quality report of one KV head.
 pub type Report = Map<String, Value>;
@@ -106,12 +106,12 @@ impl Manifest {
 pub fn object<T: Serialize>(value: &T) -> Result<Map<String, Value>> {
     match serde_json::to_value(value) {
         Ok(Value::Object(object)) => Ok(object),
-        Ok(other) => Err(Error::failed(format!("internal: {other} is no object"))),
-        Err(e) => Err(Error::failed(format!("internal: {e}"))),
+        Ok(other) => Err(Error::internal(format!("internal: {other} is no object"))),
+        Err(e) => Err(Error::internal(format!("internal: {e}"))),
     }
 }
 
 /// Reads a JSON object of the manifest; `what` names the object in the error if it is not valid.
 pub fn parse<T: DeserializeOwned>(what: &str, object: &Map<String, Value>) -> Result<T> {
-    T::deserialize(object).map_err(|e| Error::failed(format!("`{what}` is not valid: {e}")).hint(AGAIN))
+    T::deserialize(object).map_err(|e| Error::damaged(format!("`{what}` is not valid: {e}")).hint(AGAIN))
 }

@@ -112,8 +112,8 @@ pub trait SectionKind: Debug + Sync {
     fn removed(&self, parameter: &str, value: &Value) -> Error {
         let (name, command) = (self.name(), self.facts().command);
         let message = format!("`sections.{name}.{parameter}` is {value}, a form that was removed");
-        Error::failed(message).hint(format!(
-            "fit the section again with `kvsmith {command} --dump DIR -o FILE`, or the artifact with `kvsmith calibrate`"
+        Error::unsupported(message).hint(format!(
+            "fit the section again with `kvsmith {command} ⟨dump=DIR⟩ ⟨output=FILE⟩`, or the artifact with `kvsmith calibrate`"
         ))
     }
 
@@ -172,8 +172,8 @@ pub trait Fit {
         false
     }
 
-    /// Returns the command that makes the section from a dump, with the flags that it needs to give the section that
-    /// `calibrate` gives by default.
+    /// Returns the command that makes the section from a dump, with the settings that it needs to give the section
+    /// that `calibrate` gives by default.
     fn command(&self) -> String {
         self.kind().facts().command.to_owned()
     }
@@ -306,7 +306,7 @@ impl Section {
         for (spec, data) in self.layer_specs().iter().zip(&mut self.data) {
             let bytes = part.tensors.remove(&spec.name).unwrap_or_default();
             if Some(bytes.len()) != spec.bytes() {
-                return Err(Error::failed(format!(
+                return Err(Error::internal(format!(
                     "internal: a layer gives {} bytes for tensor `{}`",
                     bytes.len(),
                     spec.name
@@ -316,7 +316,7 @@ impl Section {
             data.extend(bytes);
         }
         if let Some(name) = part.tensors.keys().next() {
-            return Err(Error::failed(format!(
+            return Err(Error::internal(format!(
                 "internal: section `{}` has no tensor `{name}`",
                 self.kind.name()
             )));
@@ -347,7 +347,7 @@ pub(super) fn check_finite(spec: &Spec, bytes: &[u8], first: usize) -> Result<()
         return Ok(());
     };
     let (layer, head) = (first + at / heads.max(1), at % heads.max(1));
-    Err(Error::failed(format!(
+    Err(Error::damaged(format!(
         "tensor `{}` contains a NaN or infinite value in layer {layer}, head {head}",
         spec.name
     ))
@@ -367,9 +367,9 @@ pub(super) fn check_observed(section: &str, layer: usize, reports: &[Report]) ->
         .position(|report| report.get("keys") == Some(&json!(0)))
     {
         None => Ok(()),
-        Some(head) => Err(Error::failed(format!(
+        Some(head) => Err(Error::invalid(format!(
             "section `{section}`: no keys were observed for layer {layer}, KV head {head}"
         ))
-        .hint("calibrate with more text or a smaller --holdout, so that not everything is held out")),
+        .hint("calibrate with more text or a smaller ⟨holdout⟩, so that not everything is held out")),
     }
 }

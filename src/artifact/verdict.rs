@@ -239,7 +239,7 @@ impl Verdict {
             && self.probe.as_ref().is_none_or(|of| share(of.full_accuracy));
         match is_right {
             true => Ok(()),
-            false => Err(Error::failed("`quality.methods` contains an invalid value")),
+            false => Err(Error::damaged("`quality.methods` contains an invalid value")),
         }
     }
 

@@ -163,7 +163,7 @@ fn check_layers(name: &str, parts: &[SectionView], n_layers: usize) -> Result<()
                     layers.start
                 ),
             };
-            return Err(Error::failed(twice).hint("give every layer of a section once"));
+            return Err(Error::invalid(twice).hint("give every layer of a section once"));
         }
         if layers.start > next {
             return Err(missing(name, next..layers.start));
@@ -171,7 +171,7 @@ fn check_layers(name: &str, parts: &[SectionView], n_layers: usize) -> Result<()
         next = layers.end;
         let (a, b) = (&parts[0].manifest, part.manifest);
         if (&a.params, &a.device, &a.adapter) != (&b.params, &b.device, &b.adapter) {
-            let error = Error::failed(format!(
+            let error = Error::mismatch(format!(
                 "{} and {} have different options or devices of section `{name}`",
                 path(&parts[0]),
                 path(part)
@@ -190,8 +190,8 @@ fn check_layers(name: &str, parts: &[SectionView], n_layers: usize) -> Result<()
 /// Makes the error for layers that no file has.
 fn missing(name: &str, layers: Range<usize>) -> Error {
     let Range { start, end } = layers;
-    Error::failed(format!("layers {start}..{end} of section `{name}` are missing")).hint(format!(
-        "make them with --layers {start}..{end}, and the same dump and options as for the other layers"
+    Error::not_found(format!("layers {start}..{end} of section `{name}` are missing")).hint(format!(
+        "make them with ⟨layers={start}..{end}⟩, and the same dump and options as for the other layers"
     ))
 }
 
@@ -228,7 +228,7 @@ fn check_same_origin(first: &Artifact, part: &Artifact) -> Result<()> {
         ("calibration", a.origin.calibration == b.origin.calibration),
     ] {
         if !same {
-            return Err(Error::failed(format!(
+            return Err(Error::mismatch(format!(
                 "{} and {} have different values of `{key}`",
                 first.store.path().display(),
                 part.store.path().display()

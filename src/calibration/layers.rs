@@ -219,7 +219,7 @@ fn add_layer(sections: &mut [Section], mut parts: LayerParts) -> Result<()> {
         let name = section.kind.name();
         let part = parts
             .remove(name)
-            .ok_or_else(|| Error::failed(format!("internal: a layer has no part for section `{name}`")))?;
+            .ok_or_else(|| Error::internal(format!("internal: a layer has no part for section `{name}`")))?;
         section.add(part)?;
     }
     Ok(())

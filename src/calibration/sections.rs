@@ -60,8 +60,8 @@ impl SectionChoice {
             .collect::<Result<_>>()?;
         match fits.is_empty() {
             true => Err(
-                Error::usage("--sections and --wpq-bits none leave no section to make")
-                    .hint("name another section with --sections, or omit --wpq-bits none"),
+                Error::usage("⟨sections⟩ and ⟨wpq_bits=none⟩ leave no section to make")
+                    .hint("name another section with ⟨sections⟩, or omit ⟨wpq_bits=none⟩"),
             ),
             false => Ok(fits),
         }

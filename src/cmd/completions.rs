@@ -85,6 +85,6 @@ pub fn man(args: &ManArgs, program: &Command) -> Result<()> {
     let mut text = Vec::new();
     clap_mangen::Man::new(page)
         .render(&mut text)
-        .map_err(|e| Error::failed(e.to_string()))?;
+        .map_err(|e| Error::invalid(e.to_string()))?;
     print(&(String::from_utf8_lossy(&text).into_owned() + END))
 }

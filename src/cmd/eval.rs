@@ -132,7 +132,7 @@ fn eval(args: &Args, global: &Global) -> Result<()> {
                 _ => evaluation.moved_fraction(variant),
             };
             let nothing = || {
-                Error::failed("the first lines decode nothing, so that --reads has nothing to measure")
+                Error::invalid("the first lines decode nothing, so that --reads has nothing to measure")
                     .hint("begin with a line whose answer has several tokens, or use --budgets")
             };
             share.ok_or_else(nothing)
@@ -142,7 +142,7 @@ fn eval(args: &Args, global: &Global) -> Result<()> {
     let budgets: Vec<_> = plan.iter().filter_map(|p| Some((p.entry, p.budget?))).collect();
     if budgets.is_empty() && !global.json {
         let least = plan.iter().filter_map(|p| p.reads).map(|[_, least]| least);
-        return Err(Error::failed(format!(
+        return Err(Error::invalid(format!(
             "no method can read as little as --reads asks for: the least is {:.1}% of the bytes",
             100.0 * least.fold(1.0, f64::min)
         ))

@@ -76,7 +76,7 @@ fn refusal(failed: &FailedCase) -> Error {
     let bound = failure
         .bound
         .map_or(String::new(), |bound| format!(" with a bound of {bound:e}"));
-    Error::failed(format!(
+    Error::internal(format!(
         "the GPU failed the check of {area}: {case}: {}: expected {}{bound}, found {}; kernels launched: {}",
         failure.what,
         failure.expected,

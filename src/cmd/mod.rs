@@ -34,7 +34,7 @@ use std::sync::atomic::Ordering;
 
 use serde_json::{Value, json};
 
-use crate::cmd::terminal::Log;
+use crate::cmd::terminal::{Log, with_flags};
 use crate::compute::cpu::Cpu;
 use crate::compute::device::Device;
 use crate::corpus::{Corpus, Reserve};
@@ -99,7 +99,8 @@ pub fn print_failure(global: &Global, error: &Error) -> Result<()> {
 
 fn failure(error: &Error) -> Value {
     json!({ "error": {
-        "message": error.to_string(), "hint": error.advice(), "exit_code": error.exit_code(),
+        "kind": error.kind().name(), "message": with_flags(&error.to_string()), "hint": error.advice().map(with_flags),
+        "exit_code": error.exit_code(),
     }})
 }
 

@@ -5,6 +5,7 @@ use clap::error::ErrorKind;
 use clap::{Arg, ArgAction, ArgMatches, Args, Command, FromArgMatches};
 use serde_json::{Map, Value};
 
+use super::terminal::with_flags;
 use crate::error::Error;
 use crate::method::params::MethodParams;
 use crate::method::registry::{METHODS, MethodName};
@@ -99,7 +100,10 @@ pub fn values(set: &ParameterSet, matches: &ArgMatches) -> Map<String, Value> {
 
 /// Turns an error in a set of values into one of the command line.
 fn refused(e: &Error) -> clap::Error {
-    clap::Error::raw(ErrorKind::ValueValidation, format!("{e}\n"))
+    clap::Error::raw(
+        ErrorKind::ValueValidation,
+        format!("{}\n", with_flags(&e.to_string())),
+    )
 }
 
 /// The flags of one set of parameters.

@@ -51,7 +51,7 @@ pub fn run(args: &Args, global: &Global) -> Result<()> {
     if let Some(other) = &against {
         let model = &artifact.manifest.origin.model;
         other.check_model(&model.fingerprint, model.sizes).map_err(|e| {
-            Error::failed(e.to_string())
+            Error::invalid(e.to_string())
                 .hint("--against compares two artifacts of one model; give another one")
         })?;
     }

@@ -18,7 +18,7 @@ use crate::artifact::{
 use crate::calibration::{SectionChoice, fit_layer};
 use crate::cmd::args::Global;
 use crate::cmd::flags::parse_count;
-use crate::cmd::terminal::Log;
+use crate::cmd::terminal::{Log, with_flags};
 use crate::compute::Workload;
 use crate::compute::cpu::Cpu;
 use crate::compute::device::Device;
@@ -167,7 +167,7 @@ fn describe(kind: &dyn SectionKind) -> Command {
                 .help("Section file to write")
                 .required(true),
         );
-    flags(command, &kind.parameters()).about(facts.about)
+    flags(command, &kind.parameters()).about(with_flags(facts.about).into_owned())
 }
 
 impl FromArgMatches for SectionCommand {
@@ -293,7 +293,7 @@ impl SectionCommand {
             Some(path) => {
                 let moments = Moments::read(path, dump.sizes)?;
                 if moments.origin != dump.origin || moments.shard.is_some() {
-                    let error = Error::failed(format!("{} was not made from this dump", path.display()));
+                    let error = Error::mismatch(format!("{} was not made from this dump", path.display()));
                     return Err(error.hint("give a moments file that was made from the same dump"));
                 }
                 moments

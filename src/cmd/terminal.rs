@@ -12,7 +12,7 @@ use indicatif::{HumanCount, HumanDuration, ProgressBar, ProgressDrawTarget, Prog
 use super::signals::Saving;
 use crate::env::{self, Reporter};
 use crate::error::{Error, Kind};
-use crate::wording::{harmless, wrapped};
+use crate::wording::{harmless, settings, wrapped};
 
 /// Writes a line to stderr with its control characters escaped; a failed write is ignored, since there is nowhere to
 /// report it. On a terminal, lines are broken between words.
@@ -20,9 +20,24 @@ pub fn say(text: &str) {
     let _ = writeln!(std::io::stderr(), "{}", shown(text));
 }
 
+/// Writes the settings that a text names as flags: `⟨seq_len⟩` as `--seq-len`, `⟨device=cpu⟩` as `--device cpu`.
+pub fn with_flags(text: &str) -> Cow<'_, str> {
+    settings(text, |name, value| {
+        let flag = match name {
+            "output" => "-o".to_owned(),
+            _ => format!("--{}", name.replace('_', "-")),
+        };
+        value.map_or(flag.clone(), |value| format!("{flag} {value}"))
+    })
+}
+
 /// Makes a text ready for stderr.
 fn shown(text: &str) -> Cow<'_, str> {
-    let text = harmless(text);
+    let text = with_flags(text);
+    let text = match harmless(&text) {
+        Cow::Borrowed(_) => text,
+        Cow::Owned(escaped) => Cow::Owned(escaped),
+    };
     match std::io::stderr().is_terminal() {
         true => Cow::Owned(wrapped(&text, columns())),
         false => text,

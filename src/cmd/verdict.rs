@@ -125,7 +125,7 @@ pub fn run(args: &Args, global: &Global) -> Result<()> {
                 "{tokens} tokens in {blocks} blocks of at most {seq_len}, {held_out_tokens} held out, seed {seed}"
             )
         };
-        return Err(Error::failed(format!(
+        return Err(Error::mismatch(format!(
             "{} was calibrated on another text: {}; this text has {}",
             args.artifact.display(),
             described(own),
@@ -134,7 +134,7 @@ pub fn run(args: &Args, global: &Global) -> Result<()> {
         .hint("give the same text, --max-tokens, --seq-len, --uuid-tokens, --holdout and --seed as in its calibration, or its dump; for other text, use `kvsmith eval`"));
     }
     let material = settings.material(&corpus, &reserve).ok_or_else(|| {
-        Error::failed("no text was held out, so the methods cannot be measured")
+        Error::invalid("no text was held out, so the methods cannot be measured")
             .hint("give text that goes on beyond --max-tokens, or calibrate again with --holdout above 0")
     })?;
     let start = std::time::Instant::now();

@@ -20,7 +20,7 @@ const FIELD: &str = "text";
 const IN_FOLDERS: [&str; 4] = ["txt", "md", "jsonl", "ndjson"];
 
 /// What `--text` takes.
-pub(super) const KINDS: &str = "--text accepts text files (one document each), .jsonl files (one document per line), either with .gz, folders of such files, and - for stdin";
+pub(super) const KINDS: &str = "⟨text⟩ accepts text files (one document each), .jsonl files (one document per line), either with .gz, folders of such files, and - for stdin";
 
 /// Where documents are read from.
 #[derive(Clone, Debug, Default)]
@@ -102,7 +102,7 @@ impl TextFiles {
                 let before = files.len();
                 add_folder(path, &mut files)?;
                 if files.len() == before {
-                    return Err(Error::failed(format!("folder {} contains no text file", path.display())).hint(
+                    return Err(Error::not_found(format!("folder {} contains no text file", path.display())).hint(
                         "folders are searched for .txt, .md, .jsonl and .ndjson files, also with .gz; name other files one by one",
                     ));
                 }
@@ -213,9 +213,9 @@ impl Encoder<'_> {
 
 /// Parses a line of JSON, which has its text in a field.
 fn document(line: &str, field: Option<&str>) -> Result<Document> {
-    const LINES: &str = "write each line as an object such as {\"text\": \"a document\"}, or name another field with --text-field";
+    const LINES: &str = "write each line as an object such as {\"text\": \"a document\"}, or name another field with ⟨text_field⟩";
     let value: Value =
-        serde_json::from_str(line).map_err(|e| Error::failed(format!("not valid JSON: {e}")).hint(LINES))?;
+        serde_json::from_str(line).map_err(|e| Error::invalid(format!("not valid JSON: {e}")).hint(LINES))?;
     let name = field.unwrap_or(FIELD);
     if let Some(text) = value[name].as_str() {
         return Ok(Document::Text(text.to_owned()));
@@ -226,7 +226,7 @@ fn document(line: &str, field: Option<&str>) -> Result<Document> {
             .map(message)
             .collect::<Result<_>>()
             .map(Document::Chat),
-        None => Err(Error::failed(format!("field `{name}` is missing or not a string")).hint(LINES)),
+        None => Err(Error::invalid(format!("field `{name}` is missing or not a string")).hint(LINES)),
     }
 }
 
@@ -255,7 +255,7 @@ impl Document {
 fn message(value: &Value) -> Result<[String; 2]> {
     let part = |name: &str| {
         value[name].as_str().map(str::to_owned).ok_or_else(|| {
-            Error::failed(format!("`{name}` of a message is missing or not a string"))
+            Error::invalid(format!("`{name}` of a message is missing or not a string"))
                 .hint("write `messages` as a list of objects such as {\"role\": \"user\", \"content\": \"some text\"}")
         })
     };
@@ -265,7 +265,7 @@ fn message(value: &Value) -> Result<[String; 2]> {
 /// Opens the template that turns chats into text.
 fn chat_template(model_dir: &Path) -> Result<ChatTemplate> {
     ChatTemplate::open(model_dir)?.ok_or_else(|| {
-        Error::failed("the document is a chat (`messages`), but the model has no chat template")
+        Error::invalid("the document is a chat (`messages`), but the model has no chat template")
             .hint("give lines with a text instead, or the folder of a chat model")
     })
 }

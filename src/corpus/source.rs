@@ -51,7 +51,7 @@ impl Source {
         };
         source.fill(MARK.len().max(4))?;
         if source.bytes.starts_with(b"PAR1") {
-            return Err(Error::failed(format!("{} is a Parquet file", path.display())).hint(
+            return Err(Error::unsupported(format!("{} is a Parquet file", path.display())).hint(
                 "convert it to JSON lines: pandas.read_parquet(\"F.parquet\").to_json(\"F.jsonl\", orient=\"records\", lines=True)",
             ));
         }
@@ -68,14 +68,14 @@ impl Source {
             let most = CHUNK.min(n - self.bytes.len());
             let mut part = (&mut self.reader).take(most as u64);
             let read = part.read_to_end(&mut self.bytes).map_err(|e| match self.is_compressed {
-                true => Error::failed(format!("{} cannot be decompressed: {e}", self.path.display()))
+                true => Error::damaged(format!("{} cannot be decompressed: {e}", self.path.display()))
                     .hint("the file is damaged or not a gzip file; recreate it, or give the uncompressed file"),
                 false => Error::io(&self.path, "read", &e),
             })?;
             self.is_read = read == 0;
             if self.is_compressed && self.bytes.len() > MOST_BYTES {
                 let what = format!("{} has more than 4 GiB of text", self.path.display());
-                return Err(Error::failed(what).hint("give a part of it; a part is enough for calibration"));
+                return Err(Error::invalid(what).hint("give a part of it; a part is enough for calibration"));
             }
         }
         Ok(())
@@ -109,7 +109,7 @@ impl Source {
                 None if self.is_read => break self.bytes.len(),
                 None if self.bytes.len() - at.min(self.bytes.len()) > MOST_OF_LINE => {
                     let what = format!("{} has a line of more than 256 MiB", self.path.display());
-                    return Err(Error::failed(what).hint("write one document per line"));
+                    return Err(Error::invalid(what).hint("write one document per line"));
                 }
                 None => {
                     searched = self.bytes.len();
@@ -123,7 +123,7 @@ impl Source {
     }
 
     fn not_text(&self, byte: usize) -> Error {
-        Error::failed(format!("{} is not UTF-8 text (byte {byte})", self.path.display()))
+        Error::invalid(format!("{} is not UTF-8 text (byte {byte})", self.path.display()))
             .hint(format!("convert it to UTF-8, for example with iconv; {KINDS}"))
     }
 }

@@ -280,7 +280,7 @@ impl Backend for CudaBackend<'_> {
         let body = &self.model.body;
         body.check_prompt(ids)?;
         if self.options.kv == KvType::TwoBit && first > 0 {
-            return Err(Error::failed("CUDA: a 2-bit cache takes in one prompt"));
+            return Err(Error::internal("CUDA: a 2-bit cache takes in one prompt"));
         }
         let mut pass = self.begin_prompt(ids, first)?;
         for number in 0..self.layers.len() {
@@ -367,6 +367,6 @@ impl Backend for CudaBackend<'_> {
 /// # Errors
 /// The method has no index on the device; out of memory.
 pub(super) fn indexes<'d>(method: &dyn Method, at: OnDevice<'d>, limits: &[Limits]) -> Result<Indexes<'d>> {
-    let without = || Error::failed("CUDA: a method without an index on the device");
+    let without = || Error::internal("CUDA: a method without an index on the device");
     method.cuda().ok_or_else(without)?.indexes(at, limits)
 }

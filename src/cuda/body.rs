@@ -134,7 +134,7 @@ impl<'a> Body<'a> {
         match self.decoder {
             Some(decoder) => decoder.check_ids(ids),
             None if ids.iter().all(|id| (*id as usize) < self.config.vocab_size) => Ok(()),
-            None => Err(Error::failed("a token id is outside the vocabulary")),
+            None => Err(Error::invalid("a token id is outside the vocabulary")),
         }
     }
 

@@ -43,7 +43,7 @@ impl<'d> FiniteCheck<'d> {
         self.noted.zero()?;
         let layer = (u32::MAX - noted) as usize;
         let Some(decoder) = body.decoder else {
-            return Err(Error::failed(format!(
+            return Err(Error::invalid(format!(
                 "the hidden states after layer {layer} contain NaN or infinite values"
             ))
             .hint("use a smaller model; random weights overflow at these sizes"));

@@ -204,7 +204,7 @@ impl Forward for CudaForward<'_> {
         let mut space = self
             .step
             .lock()
-            .map_err(|_| Error::failed("an earlier step ended badly"))?;
+            .map_err(|_| Error::internal("an earlier step ended badly"))?;
         if n > space.rows {
             *space = StepSpace::new(body, n)?;
         }

@@ -57,7 +57,7 @@ struct HostLayer<'d> {
 
 /// Returns the element type of the cached rows.
 fn kind(options: &Options) -> Result<Float> {
-    let refused = || Error::failed("CUDA: the cache is not of a float type");
+    let refused = || Error::internal("CUDA: the cache is not of a float type");
     options.kv.float().ok_or_else(refused)
 }
 
@@ -268,7 +268,7 @@ fn attend_on_cpu(heads: &[KvHead], queries: &[f32], lists: &[Vec<u32>], d: usize
     let r = h / heads.len().max(1);
     if lists.len() != heads.len() || r * d * heads.len() != queries.len() {
         let (lists, heads, values) = (lists.len(), heads.len(), queries.len());
-        return Err(Error::failed(format!(
+        return Err(Error::internal(format!(
             "CUDA: {lists} lists of positions and {values} values of queries for {heads} KV heads"
         )));
     }

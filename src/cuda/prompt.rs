@@ -185,5 +185,5 @@ impl<'d> PromptPass<'d> {
 }
 
 fn no_rows() -> Error {
-    Error::failed("CUDA: a prompt without rows")
+    Error::internal("CUDA: a prompt without rows")
 }

@@ -64,7 +64,7 @@ impl<'a> Source<'a> {
             let backend = CudaBackend::new(body, method, options, 1, capacity)?;
             backend.rehearse(extent.prompt_within(capacity))
         };
-        let hint = "give fewer tokens, or keep the cache in the machine's memory with --kv host";
+        let hint = "give fewer tokens, or keep the cache in the machine's memory with ⟨kv=host⟩";
         tell(&check(self.driver, extent.capacity, &rehearse, hint)?);
         CudaBackend::new(self.load()?, method, options, 1, extent.capacity)
     }
@@ -138,7 +138,7 @@ pub fn check(driver: &dyn Driver, capacity: usize, make: &Rehearsal<'_>, hint: &
     let (fitting, hint) = match fitting {
         0 => (
             "no".to_owned(),
-            "stop other programs that use the GPU, use a smaller model, or use --device cpu",
+            "stop other programs that use the GPU, use a smaller model, or use ⟨device=cpu⟩",
         ),
         n => (format!("about {n}"), hint),
     };

@@ -33,7 +33,7 @@ pub fn check_model(c: &ModelConfig) -> Result<()> {
         _ if c.blocks.iter().any(|block| block.experts.is_some()) => "mixtures of experts",
         _ => return LayerSizes::of(c).shape(1, 1).checked().map(drop),
     };
-    Err(Error::failed(format!("CUDA: models with {part} are not supported")).hint("use --device cpu"))
+    Err(Error::unsupported(format!("CUDA: models with {part} are not supported")).hint("use ⟨device=cpu⟩"))
 }
 
 impl LayerSizes {

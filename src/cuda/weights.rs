@@ -31,7 +31,7 @@ impl<'d> LayerWeights<'d> {
     /// Out of memory.
     pub fn upload(driver: &'d dyn Driver, layer: &Layer) -> Result<Self> {
         let FeedForward::Gated(mlp) = &layer.mlp else {
-            return Err(Error::failed("internal: CUDA: a mixture of experts"));
+            return Err(Error::internal("internal: CUDA: a mixture of experts"));
         };
         let joined = |linears: &[&linear::Linear]| upload(driver, linears);
         let vector = |values: &[f32]| Buffer::of(driver, "norms", values);
@@ -91,7 +91,7 @@ fn joined(linears: &[&linear::Linear], kind: Float) -> Vec<u8> {
 /// other.
 pub(crate) fn upload<'d>(driver: &'d dyn Driver, linears: &[&linear::Linear]) -> Result<Linear<'d>> {
     let Some(first) = linears.first() else {
-        return Err(Error::failed("CUDA: no weights to join"));
+        return Err(Error::internal("CUDA: no weights to join"));
     };
     let (kind, cols) = (first.weight.float(), first.weight.cols());
     let rows = linears.iter().map(|l| l.weight.rows()).sum();
@@ -99,11 +99,11 @@ pub(crate) fn upload<'d>(driver: &'d dyn Driver, linears: &[&linear::Linear]) ->
     if let Some(other) = others.next().filter(|_| kind != Float::F32) {
         let (from, to) = (other.float().name(), kind.name());
         let names = [first.weight.name(), other.name()];
-        return Err(Error::failed(format!(
+        return Err(Error::unsupported(format!(
             "CUDA: `{}` is {to} and `{}` {from}; they must have one type",
             names[0], names[1]
         ))
-        .hint("convert the checkpoint to a single type, or use --device cpu"));
+        .hint("convert the checkpoint to a single type, or use ⟨device=cpu⟩"));
     }
     let bias: Vec<f32> = linears
         .iter()
@@ -118,7 +118,7 @@ pub(crate) fn upload<'d>(driver: &'d dyn Driver, linears: &[&linear::Linear]) ->
     let bias = match bias.len() {
         0 => None,
         n if n == rows => Some(Buffer::of(driver, "biases", &bias)?),
-        n => return Err(Error::failed(format!("CUDA: {n} biases for {rows} channels"))),
+        n => return Err(Error::internal(format!("CUDA: {n} biases for {rows} channels"))),
     };
     Ok(Linear { weight, bias })
 }

@@ -169,7 +169,7 @@ impl Folder {
             content.kind == kind.name && content.files.iter().all(|name| (kind.holds)(name))
         });
         let content = content.ok_or_else(|| {
-            let error = Error::failed(format!(
+            let error = Error::damaged(format!(
                 "{} is damaged or was not written by kvsmith",
                 mark.display()
             ));
@@ -244,6 +244,6 @@ impl Folder {
 }
 
 fn in_use(path: &Path) -> Error {
-    Error::failed(format!("another process is using {}", path.display()))
+    Error::system(format!("another process is using {}", path.display()))
         .hint("wait until it has finished, or choose another folder")
 }

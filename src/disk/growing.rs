@@ -35,7 +35,7 @@ impl Growing {
         match file.try_lock() {
             Ok(()) => {}
             Err(TryLockError::WouldBlock) => {
-                let error = Error::failed(format!("{} is open in another process", path.display()));
+                let error = Error::system(format!("{} is open in another process", path.display()));
                 return Err(error.hint("wait until it ends, or choose another name for the output"));
             }
             // Some file systems have no locks.
@@ -69,7 +69,7 @@ impl Growing {
             };
             let line = std::str::from_utf8(whole).map_err(|_| {
                 let what = format!("{} is not UTF-8 text (after byte {len})", self.path.display());
-                Error::failed(what).hint("the file was changed; choose another name for the output")
+                Error::invalid(what).hint("the file was changed; choose another name for the output")
             })?;
             each(line)?;
             len += read as u64;

@@ -47,7 +47,7 @@ impl Output {
                 true => "a folder",
                 false => "not a regular file",
             };
-            let error = Error::failed(format!("cannot write {}: it is {what}", path.display()));
+            let error = Error::invalid(format!("cannot write {}: it is {what}", path.display()));
             return Err(error.hint("choose another name for the output"));
         }
         let given = path.to_owned();
@@ -59,13 +59,13 @@ impl Output {
                     "cannot write {}: it is a symbolic link whose target does not exist",
                     path.display()
                 );
-                return Err(Error::failed(text).hint("remove the link, or choose another name"));
+                return Err(Error::invalid(text).hint("remove the link, or choose another name"));
             }
             Err(_) => path.to_path_buf(),
         };
         let folder = folder_of(&path);
         if !folder.exists() {
-            let error = Error::failed(format!(
+            let error = Error::not_found(format!(
                 "cannot write {}: folder {} does not exist",
                 path.display(),
                 folder.display()
@@ -199,7 +199,7 @@ fn beside(temp: NamedTempFile, path: &Path) -> Result<File> {
             let (shown, kept) = (path.display(), free.display());
             temp.persist(&free)
                 .map_err(|e| Error::io(&free, "write", &e.error))?;
-            return Err(Error::failed(format!(
+            return Err(Error::system(format!(
                 "another process wrote {shown} in the meantime; this result is in {kept}"
             ))
             .hint("choose different outputs for commands that run at the same time"));

@@ -114,8 +114,8 @@ impl LayerFile {
             State::V => "v",
         };
         let start = self.store.data_start(name).ok_or_else(|| {
-            Error::failed(format!("the dump contains no `{name}`"))
-                .hint("recreate the dump with --queries and --values")
+            Error::not_found(format!("the dump contains no `{name}`"))
+                .hint("recreate the dump with ⟨queries⟩ and ⟨values⟩")
         })?;
         let d = values.len() / rows.len();
         let row = d * dtype.bytes();
@@ -128,12 +128,12 @@ impl LayerFile {
             .map_err(|e| Error::io(self.store.path(), "read", &e))?;
         dtype.read(&bytes, values);
         if let Some(i) = values.iter().position(|v| !v.is_finite()) {
-            return Err(Error::failed(format!(
+            return Err(Error::damaged(format!(
                 "{}: `{name}` of head {head} contains a NaN or infinite value in row {}",
                 self.store.path().display(),
                 rows.start + i / d
             ))
-            .hint("recreate the dump with --dtype f32; it is damaged, or its dtype has too small a range for this model"));
+            .hint("recreate the dump with ⟨dtype=f32⟩; it is damaged, or its dtype has too small a range for this model"));
         }
         Ok(())
     }
@@ -152,7 +152,7 @@ impl LayerFile {
                 self.store.path().display()
             );
             return Err(
-                Error::failed(what).hint("recreate the shard; if the error persists, the model overflows")
+                Error::damaged(what).hint("recreate the shard; if the error persists, the model overflows")
             );
         }
         let of = |values: &[f64], i: usize| {

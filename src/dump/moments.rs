@@ -94,8 +94,8 @@ impl Moments {
     }
 
     fn only_at_its_position(&self, wanted: &str) -> Error {
-        Error::failed(format!("the moments are for {} only, not for {wanted}", self.position)).hint(
-            "an earlier version of kvsmith made them; recompute them with `kvsmith moments --wrope-position`, or recreate the dump",
+        Error::mismatch(format!("the moments are for {} only, not for {wanted}", self.position)).hint(
+            "an earlier version of kvsmith made them; recompute them with `kvsmith moments ⟨wrope_position⟩`, or recreate the dump",
         )
     }
 
@@ -141,18 +141,18 @@ impl Moments {
             .metadata()
             .is_some_and(|text| store::seal_holds(text, &manifest));
         let Ok(manifest) = MomentsManifest::deserialize(manifest) else {
-            let error = Error::failed(format!("{} is not a moments file", path.display()));
+            let error = Error::invalid(format!("{} is not a moments file", path.display()));
             return Err(error.hint("give a file made by this version of `kvsmith dump` or `kvsmith moments`"));
         };
         let intact = |spec: &Spec| store.digest(&spec.name).as_ref() == manifest.sha256.get(&spec.name);
         if manifest.kind != KIND || !sealed || !store.specs().all(intact) {
-            let error = Error::failed(format!("{} does not match its digests", path.display()));
+            let error = Error::damaged(format!("{} does not match its digests", path.display()));
             return Err(error.hint("the file is damaged; recreate it"));
         }
         let read = |name: &str| -> Result<Vec<Array3<f64>>> {
             let sums: Vec<f64> = store.read(name, &[l, g, d, d])?;
             if let Some(i) = sums.iter().position(|v| !v.is_finite()) {
-                return Err(Error::failed(format!(
+                return Err(Error::damaged(format!(
                     "{}: `{name}` contains a NaN or infinite value (element {i})",
                     path.display()
                 ))

@@ -93,8 +93,8 @@ impl Dump {
     pub fn check_queries(&self) -> Result<()> {
         match self.options.queries {
             true => Ok(()),
-            false => Err(Error::failed(format!("{} contains no queries", self.shown()))
-                .hint("recreate the dump with --queries, or with --queries --values, which every section can be made of")),
+            false => Err(Error::not_found(format!("{} contains no queries", self.shown()))
+                .hint("recreate the dump with ⟨queries⟩, or with ⟨queries⟩ ⟨values⟩, which every section can be made of")),
         }
     }
 
@@ -102,8 +102,8 @@ impl Dump {
     pub fn check_values(&self) -> Result<()> {
         match self.options.values {
             true => Ok(()),
-            false => Err(Error::failed(format!("{} contains no values", self.shown()))
-                .hint("recreate the dump with --queries --values")),
+            false => Err(Error::not_found(format!("{} contains no values", self.shown()))
+                .hint("recreate the dump with ⟨queries⟩ ⟨values⟩")),
         }
     }
 
@@ -217,7 +217,7 @@ impl Part {
 
 /// Makes the error for a folder whose files are not those of a dump.
 fn invalid(dir: &Path, what: &str) -> Error {
-    let error = Error::failed(format!("{}: {what}", dir.join(MANIFEST).display()));
+    let error = Error::damaged(format!("{}: {what}", dir.join(MANIFEST).display()));
     error.hint("recreate the dump with this version of kvsmith")
 }
 
@@ -229,7 +229,7 @@ pub(super) fn read_manifest(dir: &Path) -> Result<DumpManifest> {
     let path = dir.join(MANIFEST);
     if !path.is_file() {
         return Err(
-            Error::failed(format!("{} does not contain a complete dump", dir.display())).hint(
+            Error::not_found(format!("{} does not contain a complete dump", dir.display())).hint(
                 "make a dump with `kvsmith dump`; an interrupted dump cannot be continued, start it again",
             ),
         );
@@ -291,7 +291,7 @@ fn open_intact(dir: &Path, name: &str, files: &BTreeMap<String, FileDigest>) -> 
         .len();
     let expected = files.get(name).filter(|digest| digest.bytes == length);
     if expected.is_none() || Some(&store::file_digest(&path)?) != expected {
-        let error = Error::failed(format!("{} does not match its digest", path.display()));
+        let error = Error::damaged(format!("{} does not match its digest", path.display()));
         return Err(error.hint("the file is damaged or belongs to another dump; recreate the dump"));
     }
     Store::open(&path)

@@ -14,12 +14,12 @@ pub(super) fn check_shards(parts: &[Part]) -> Result<()> {
         let Some(other) = others.first() else {
             return Ok(());
         };
-        let error = Error::failed(format!(
+        let error = Error::mismatch(format!(
             "{} and {} are not shards of one dump",
             first.dir.display(),
             other.dir.display()
         ));
-        return Err(error.hint("give one dump folder, or all folders of `kvsmith dump --shard I/N`"));
+        return Err(error.hint("give one dump folder, or all folders of `kvsmith dump ⟨shard=I/N⟩`"));
     };
     for other in others {
         let (a, b) = (&first.manifest, &other.manifest);
@@ -30,13 +30,13 @@ pub(super) fn check_shards(parts: &[Part]) -> Result<()> {
             ("the version of kvsmith", a.tool_version == b.tool_version),
             ("the device", a.device == b.device),
             (
-                "--queries, --values, --dtype or --wrope-position",
+                "⟨queries⟩, ⟨values⟩, ⟨dtype⟩ or ⟨wrope_position⟩",
                 a.options == b.options,
             ),
             ("the number of shards", count(a) == count(b)),
         ] {
             if !same {
-                let error = Error::failed(format!(
+                let error = Error::mismatch(format!(
                     "{} and {} are of different dumps: {what} differs",
                     first.dir.display(),
                     other.dir.display()
@@ -52,7 +52,7 @@ pub(super) fn check_shards(parts: &[Part]) -> Result<()> {
     let indices: Vec<usize> = indices.collect();
     if let Some(i) = indices.windows(2).position(|pair| pair[0] == pair[1]) {
         let [a, b] = [&parts[i].dir, &parts[i + 1].dir].map(|dir| dir.display());
-        let error = Error::failed(format!(
+        let error = Error::mismatch(format!(
             "{a} and {b} are both shard {}/{}",
             indices[i], shard.count
         ));
@@ -68,7 +68,7 @@ pub(super) fn check_shards(parts: &[Part]) -> Result<()> {
     } else {
         ""
     };
-    let error = Error::failed(format!(
+    let error = Error::not_found(format!(
         "{} of {} shards of the dump are missing: {}{more}",
         missing().count(),
         shard.count,
@@ -88,9 +88,9 @@ fn again(manifest: &DumpManifest, shard: &str) -> String {
     let text = &manifest.origin.calibration;
     let flag = |given: bool, flag: &'static str| if given { flag } else { "" };
     format!(
-        "make it with `kvsmith dump --model DIR TEXT{}{} --dtype {} --wrope-position {wrope_position} --seq-len {} --seed {} --shard {shard} -o DIR`, and the same model and text as for the others",
-        flag(queries, " --queries"),
-        flag(values, " --values"),
+        "make it with `kvsmith dump ⟨model=DIR⟩ TEXT{}{} ⟨dtype={}⟩ ⟨wrope_position={wrope_position}⟩ ⟨seq_len={}⟩ ⟨seed={}⟩ ⟨shard={shard}⟩ ⟨output=DIR⟩`, and the same model and text as for the others",
+        flag(queries, " ⟨queries⟩"),
+        flag(values, " ⟨values⟩"),
         dtype.name().to_lowercase(),
         text.seq_len,
         text.seed,

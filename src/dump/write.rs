@@ -123,7 +123,7 @@ pub fn is_done(dir: &Path, job: &DumpJob, device: &str) -> Result<bool> {
         ),
         ("device", found.device == device),
         (
-            "--queries, --values, --dtype or --wrope-position",
+            "⟨queries⟩, ⟨values⟩, ⟨dtype⟩ or ⟨wrope_position⟩",
             found.options == job.options,
         ),
         ("shard", found.shard == job.shard),
@@ -131,11 +131,11 @@ pub fn is_done(dir: &Path, job: &DumpJob, device: &str) -> Result<bool> {
     match same.iter().find(|(_, same)| !same) {
         None => Ok(true),
         Some((what, _)) => {
-            let error = Error::failed(format!(
+            let error = Error::mismatch(format!(
                 "{} contains another dump: its {what} differs",
                 dir.display()
             ));
-            Err(error.hint("remove it, or choose another folder with -o"))
+            Err(error.hint("remove it, or choose another folder with ⟨output⟩"))
         }
     }
 }
@@ -159,9 +159,8 @@ impl NewDump {
     /// none, or cannot be written.
     pub fn create(dir: &Path, n_layers: usize, overwrite: bool) -> Result<Self> {
         if dir.as_os_str().is_empty() {
-            return Err(
-                Error::usage("-o does not name a folder").hint("give the name of a new folder with -o")
-            );
+            return Err(Error::usage("⟨output⟩ does not name a folder")
+                .hint("give the name of a new folder with ⟨output⟩"));
         }
         if dir.join(MANIFEST).exists() {
             if overwrite {
@@ -172,13 +171,13 @@ impl NewDump {
                 return Ok(new);
             }
             let error = Error::usage(format!("{} already contains a dump", dir.display()));
-            return Err(error.hint("add --overwrite to replace it, or choose another folder with -o"));
+            return Err(error.hint("add ⟨overwrite⟩ to replace it, or choose another folder with ⟨output⟩"));
         }
         let is_empty = std::fs::read_dir(dir).map_or(true, |mut files| files.next().is_none());
         if !is_empty && !overwrite && Folder::marked(dir, &UNFINISHED).is_none() {
             let error = Error::usage(format!("{} contains other files than a dump", dir.display()));
             return Err(error
-                .hint("choose a new folder, or add --overwrite: the files that are there stay as they are"));
+                .hint("choose a new folder, or add ⟨overwrite⟩: the files that are there stay as they are"));
         }
         let files = files(n_layers);
         let claim = || Folder::claim(dir, &UNFINISHED, files.clone(), &Value::Null);
@@ -238,7 +237,7 @@ impl NewDump {
     fn complete(mut self, manifest: &DumpManifest) -> Result<()> {
         let mut manifest = json!(manifest);
         store::seal(&mut manifest);
-        let text = serde_json::to_vec_pretty(&manifest).map_err(|e| Error::failed(e.to_string()))?;
+        let text = serde_json::to_vec_pretty(&manifest).map_err(|e| Error::system(e.to_string()))?;
         self.folder.complete(MANIFEST, &text)?;
         let Some(place) = &self.place else {
             self.complete = true;
@@ -321,14 +320,14 @@ fn check_space(dir: &Path, specs: &[Spec], n_layers: usize) -> Result<()> {
     if let Some(free) = free_bytes(dir)
         && needed > u128::from(free)
     {
-        return Err(Error::failed(format!(
+        return Err(Error::system(format!(
             "the dump needs {} of disk space, but {} has only {} free",
             size(usize::try_from(needed).unwrap_or(usize::MAX)),
             dir.display(),
             size(usize::try_from(free).unwrap_or(usize::MAX))
         ))
         .hint(
-            "use fewer tokens or --dtype bf16, omit --queries, or use `kvsmith calibrate`, which writes no dump",
+            "use fewer tokens or ⟨dtype=bf16⟩, omit ⟨queries⟩, or use `kvsmith calibrate`, which writes no dump",
         ));
     }
     Ok(())

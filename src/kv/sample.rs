@@ -150,7 +150,7 @@ impl Sampler {
 pub fn greedy(logits: ArrayView1<f32>) -> Result<u32> {
     let larger = |best: (usize, _), token: (usize, _)| if token.1 > best.1 { token } else { best };
     let best = logits.iter().enumerate().reduce(larger);
-    let (id, _) = best.ok_or_else(|| Error::failed("there are no logits"))?;
+    let (id, _) = best.ok_or_else(|| Error::internal("there are no logits"))?;
     Ok(id as u32)
 }
 

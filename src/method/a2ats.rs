@@ -59,8 +59,9 @@ pub static METHOD: Declaration = Declaration {
 
 fn prepare(ask: &Ask) -> Result<Box<dyn Method>> {
     let artifact = ask.artifact.ok_or_else(|| {
-        Error::usage("--method a2ats needs --artifact")
-            .hint("make an artifact with `kvsmith calibrate --model DIR --text FILE -o ART.safetensors`")
+        Error::usage("⟨method=a2ats⟩ needs ⟨artifact⟩").hint(
+            "make an artifact with `kvsmith calibrate ⟨model=DIR⟩ ⟨text=FILE⟩ ⟨output=ART.safetensors⟩`",
+        )
     })?;
     Ok(Box::new(A2atsMethod {
         codebooks: Codebooks::load(artifact, ask.ropes)?,

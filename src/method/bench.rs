@@ -136,6 +136,6 @@ pub trait Bench: Sync {
     /// # Errors
     /// The method has no GPU index; sizes that the kernels do not support; out of memory.
     fn indexes<'d>(&self, _at: OnDevice<'d>, _contents: &Contents<'_>) -> Result<Indexes<'d>> {
-        Err(Error::failed("CUDA: a method without an index on the device"))
+        Err(Error::internal("CUDA: a method without an index on the device"))
     }
 }

@@ -138,7 +138,7 @@ impl<'a> CudaStep<'a> {
     /// The rows are in 2 bits, or in host memory.
     pub(super) fn rows(&self) -> Result<&'a LayerRows<'a>> {
         let rows = self.cache.and_then(LayerCache::plain);
-        rows.ok_or_else(|| Error::failed("CUDA: the method needs the cache's rows on the device"))
+        rows.ok_or_else(|| Error::internal("CUDA: the method needs the cache's rows on the device"))
     }
 }
 
@@ -263,7 +263,7 @@ pub(super) type SharedPrompt<T> = Rc<RefCell<Option<T>>>;
 pub(super) fn in_prompt<T>(shared: &SharedPrompt<T>, work: impl FnOnce(&T) -> Result<()>) -> Result<()> {
     match &*shared.borrow() {
         Some(buffers) => work(buffers),
-        None => Err(Error::failed("CUDA: rows of a prompt that did not begin")),
+        None => Err(Error::internal("CUDA: rows of a prompt that did not begin")),
     }
 }
 
@@ -293,7 +293,7 @@ mod tests {
                 if *i == 7 {
                     Ok(())
                 } else {
-                    Err(Error::failed("other"))
+                    Err(Error::internal("other"))
                 }
             })
         };

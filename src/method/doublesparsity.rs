@@ -46,15 +46,15 @@ pub static METHOD: Declaration = Declaration {
 fn prepare(ask: &Ask) -> Result<Box<dyn Method>> {
     let with = ask.artifact.filter(|artifact| artifact.has(SECTION));
     let artifact = with.ok_or_else(|| {
-        Error::usage("--method doublesparsity needs --artifact with the section `doublesparsity`").hint(
-            "make an artifact with `kvsmith calibrate --peers --model DIR --text FILE -o ART.safetensors`",
+        Error::usage("⟨method=doublesparsity⟩ needs ⟨artifact⟩ with the section `doublesparsity`").hint(
+            "make an artifact with `kvsmith calibrate ⟨peers⟩ ⟨model=DIR⟩ ⟨text=FILE⟩ ⟨output=ART.safetensors⟩`",
         )
     })?;
     let d = ask.sizes.head_dim;
     let channels = ask.params.doublesparsity.channels(d);
     if channels > d {
         return Err(Error::usage(format!(
-            "--ds-channels {channels} is more than the {d} channels of a head"
+            "⟨ds_channels={channels}⟩ is more than the {d} channels of a head"
         ))
         .hint(format!("choose a number from 1 to {d}")));
     }

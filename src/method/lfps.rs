@@ -73,8 +73,8 @@ impl LfpsMethod {
         let artifact = artifact.filter(|a| a.has(priors::SECTION));
         if artifact.is_none() && params.lfps_rows == 0 {
             return Err(
-                Error::usage("--lfps-rows 0 needs an artifact with the section `lfps`")
-                    .hint("make an artifact with `kvsmith calibrate`, and pass it with --artifact"),
+                Error::usage("⟨lfps_rows=0⟩ needs an artifact with the section `lfps`")
+                    .hint("make an artifact with `kvsmith calibrate`, and pass it with ⟨artifact⟩"),
             );
         }
         Ok(Self {

@@ -65,7 +65,7 @@ impl Named {
     /// This version does not know the method.
     pub fn of_row(row: &MethodLoss) -> Result<Self> {
         Self::parse(&row.method).ok_or_else(|| {
-            Error::failed(format!(
+            Error::unsupported(format!(
                 "the artifact recommends method `{}`, which this version does not know",
                 row.method
             ))

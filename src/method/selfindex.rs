@@ -96,10 +96,10 @@ impl SelfIndexMethod {
     /// section or the section has another centre.
     pub fn new(params: &SelfIndexParams, artifact: Option<&Artifact>, head_dim: usize) -> Result<Self> {
         if !head_dim.is_multiple_of(GROUP) {
-            return Err(Error::failed(format!(
+            return Err(Error::unsupported(format!(
                 "selfindex needs a head_dim that is a multiple of {GROUP}, not {head_dim}"
             ))
-            .hint("choose another --method"));
+            .hint("choose another ⟨method⟩"));
         }
         let section = artifact.filter(|a| a.has(SECTION));
         let source = params.sign_centroids;
@@ -120,18 +120,18 @@ impl SelfIndexMethod {
     /// Reads the artifact's centroids of every head, `[heads,d/4,16,4]`.
     fn load(artifact: Option<&Artifact>, center: Center, head_dim: usize) -> Result<Array2<f32>> {
         let artifact = artifact.ok_or_else(|| {
-            Error::usage("--sign-centroids offline needs an artifact with the section `sign`")
-                .hint("make an artifact with `kvsmith calibrate`, and pass it with --artifact")
+            Error::usage("⟨sign_centroids=offline⟩ needs an artifact with the section `sign`")
+                .hint("make an artifact with `kvsmith calibrate`, and pass it with ⟨artifact⟩")
         })?;
         let section = artifact.section(SECTION)?;
         let theirs = calibrated_center(&section.manifest.params)?;
         if center != theirs {
             return Err(Error::usage(format!(
-                "--center {} does not match the centroids, which were calibrated relative to the {}",
+                "⟨center={}⟩ does not match the centroids, which were calibrated relative to the {}",
                 center.as_str(),
                 theirs.as_str()
             ))
-            .hint("calibrate with the same --center, or add --sign-centroids one-pass"));
+            .hint("calibrate with the same ⟨center⟩, or add ⟨sign_centroids=one-pass⟩"));
         }
         let section = artifact.checked_section(SECTION)?;
         let heads = artifact.sizes.n_layers * artifact.sizes.n_kv_heads;

@@ -70,8 +70,8 @@ struct WithTail {
 pub fn with_tail(method: Box<dyn Method>, ask: &Ask) -> Result<Box<dyn Method>> {
     let with = ask.artifact.filter(|artifact| artifact.has(SECTION));
     let artifact = with.ok_or_else(|| {
-        Error::usage("--tail and +tail need --artifact with the section `tail`")
-            .hint("make an artifact with `kvsmith calibrate --model DIR --text FILE -o ART.safetensors`, or omit --tail and +tail")
+        Error::usage("⟨tail⟩ and +tail need ⟨artifact⟩ with the section `tail`")
+            .hint("make an artifact with `kvsmith calibrate ⟨model=DIR⟩ ⟨text=FILE⟩ ⟨output=ART.safetensors⟩`, or omit ⟨tail⟩ and +tail")
     })?;
     artifact.check_sizes(ask.sizes)?;
     let shifts = Shifts::load(artifact)?;

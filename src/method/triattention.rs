@@ -54,8 +54,8 @@ pub const ROUND: usize = 128;
 fn prepare(ask: &Ask) -> Result<Box<dyn Method>> {
     let with = ask.artifact.filter(|artifact| artifact.has(SECTION));
     let artifact = with.ok_or_else(|| {
-        Error::usage("--method triattention needs --artifact with the section `triattention`").hint(
-            "make an artifact with `kvsmith calibrate --peers --model DIR --text FILE -o ART.safetensors`",
+        Error::usage("⟨method=triattention⟩ needs ⟨artifact⟩ with the section `triattention`").hint(
+            "make an artifact with `kvsmith calibrate ⟨peers⟩ ⟨model=DIR⟩ ⟨text=FILE⟩ ⟨output=ART.safetensors⟩`",
         )
     })?;
     Ok(Box::new(AllMeanQueries::load(artifact, ask.ropes)?))

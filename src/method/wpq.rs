@@ -47,8 +47,9 @@ pub static METHOD: Declaration = Declaration {
 fn prepare(ask: &Ask) -> Result<Box<dyn Method>> {
     let with = ask.artifact.filter(|artifact| artifact.has(SECTION));
     let artifact = with.ok_or_else(|| {
-        Error::usage("--method wpq needs --artifact with the section `wpq`")
-            .hint("make an artifact with `kvsmith calibrate --model DIR --text FILE -o ART.safetensors`")
+        Error::usage("⟨method=wpq⟩ needs ⟨artifact⟩ with the section `wpq`").hint(
+            "make an artifact with `kvsmith calibrate ⟨model=DIR⟩ ⟨text=FILE⟩ ⟨output=ART.safetensors⟩`",
+        )
     })?;
     Ok(Box::new(HeadCodebooks::load(artifact, ask.ropes)?))
 }

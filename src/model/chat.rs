@@ -49,7 +49,7 @@ const SECONDS: u32 = 2;
 const COPIES: usize = 6;
 
 /// The hint for a template that does not work.
-const UNUSABLE: &str = "omit --chat to use the prompt as it is, or give the turns as token ids with --tokens";
+const UNUSABLE: &str = "omit ⟨chat⟩ to use the prompt as it is, or give the turns as token ids with ⟨tokens⟩";
 
 impl ChatTemplate {
     /// Compiles the chat template of the model in `dir`, if there is one: `chat_template.jinja`, else
@@ -66,7 +66,7 @@ impl ChatTemplate {
                 "the chat template has {} bytes, more than the limit of {LONGEST}",
                 source.len()
             );
-            return Err(Error::failed(what).context(path.display()).hint(UNUSABLE));
+            return Err(Error::invalid(what).context(path.display()).hint(UNUSABLE));
         }
         let template = Self {
             tokens: special_tokens(dir)?,
@@ -120,7 +120,7 @@ impl ChatTemplate {
                 .context(self.path.display())
                 .hint(UNUSABLE),
         })?;
-        String::from_utf8(text).map_err(|e| Error::failed(e.to_string()).hint(UNUSABLE))
+        String::from_utf8(text).map_err(|e| Error::invalid(e.to_string()).hint(UNUSABLE))
     }
 }
 
@@ -164,7 +164,7 @@ fn in_json(path: &Path) -> Result<Option<String>> {
             "`chat_template` is neither a string nor a list",
         ),
     };
-    let wrong = || Error::failed(wrong).context(path.display()).hint(UNUSABLE);
+    let wrong = || Error::invalid(wrong).context(path.display()).hint(UNUSABLE);
     source.map(Some).ok_or_else(wrong)
 }
 

@@ -110,7 +110,7 @@ impl ModelConfig {
     pub fn check_ids(&self, ids: &[u32]) -> Result<()> {
         match ids.iter().position(|id| *id as usize >= self.vocab_size) {
             None => Ok(()),
-            Some(i) => Err(Error::failed(format!(
+            Some(i) => Err(Error::invalid(format!(
                 "token id {} (at index {i}) is outside the model's vocabulary of {} tokens",
                 ids[i], self.vocab_size
             ))

@@ -98,7 +98,7 @@ impl Decoder {
             let weight = self.checkpoint.weight(&weight, &[rows, cols])?;
             let bias = name(&format!("{part}.bias"));
             if !has_bias && self.checkpoint.contains(&bias) {
-                return Err(Error::failed(format!(
+                return Err(Error::mismatch(format!(
                     "the checkpoint contains `{bias}`, but config.json says that the model has no such bias"
                 ))
                 .hint("set `attention_bias` or `mlp_bias` in config.json if the model was trained with it"));
@@ -160,7 +160,7 @@ impl Decoder {
             self.embedding.read(id as usize, 0, row);
             scale(row, self.config.multipliers.embedding);
             if !simd::all_finite(row) {
-                return Err(Error::failed(format!(
+                return Err(Error::damaged(format!(
                     "tensor `{}` contains a NaN or infinite value in row {id}",
                     self.embedding.name()
                 ))
@@ -218,7 +218,7 @@ impl Decoder {
     pub fn diagnose(&self, weights: &[&Weight], place: &str) -> Error {
         let faulty = weights.iter().find_map(|w| w.check_finite().err());
         faulty.unwrap_or_else(|| {
-            Error::failed(format!(
+            Error::invalid(format!(
                 "{place} contain NaN or infinite values, although the weights are finite"
             ))
             .hint("check the checkpoint; its activations overflow f32")

@@ -34,7 +34,7 @@ pub fn family(model_type: &str) -> Result<&'static Family> {
     let found = FAMILIES.iter().find(|family| family.name == model_type);
     found.copied().ok_or_else(|| {
         let names: Vec<&str> = FAMILIES.iter().map(|family| family.name).collect();
-        Error::failed(format!("model_type `{model_type}` is not supported"))
+        Error::unsupported(format!("model_type `{model_type}` is not supported"))
             .hint(format!("supported: {}", names.join(", ")))
     })
 }

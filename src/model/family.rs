@@ -41,9 +41,9 @@ pub fn typed_windows(
     };
     let types = types
         .as_array()
-        .ok_or_else(|| Error::failed("`layer_types` is not an array"))?;
+        .ok_or_else(|| Error::invalid("`layer_types` is not an array"))?;
     if types.len() != n_layers {
-        return Err(Error::failed(format!(
+        return Err(Error::invalid(format!(
             "`layer_types` has {} entries for {n_layers} layers",
             types.len()
         )));
@@ -51,15 +51,15 @@ pub fn typed_windows(
     let windows = types.iter().enumerate().map(|(i, kind)| match kind.as_str() {
         Some("full_attention") => Ok(None),
         Some("sliding_attention") if window.is_some() => Ok(window),
-        Some("sliding_attention") => Err(Error::failed(format!(
+        Some("sliding_attention") => Err(Error::invalid(format!(
             "layer {i} is `sliding_attention`, but config.json does not enable a sliding window"
         ))
         .hint("set `sliding_window` (for Qwen and SmolLM3, also `use_sliding_window`: true)")),
         Some(other) => Err(
-            Error::failed(format!("layer type `{other}` (layer {i}) is not supported"))
+            Error::unsupported(format!("layer type `{other}` (layer {i}) is not supported"))
                 .hint("supported: full_attention, sliding_attention"),
         ),
-        None => Err(Error::failed(
+        None => Err(Error::invalid(
             "`layer_types` contains an entry that is not a string",
         )),
     });

@@ -10,7 +10,7 @@ use crate::error::{Error, Result};
 pub fn read_json(path: &Path) -> Result<Value> {
     let bytes = std::fs::read(path).map_err(|e| Error::io(path, "read", &e))?;
     serde_json::from_slice(&bytes).map_err(|e| {
-        Error::failed(format!("{} is not valid JSON: {e}", path.display()))
+        Error::damaged(format!("{} is not valid JSON: {e}", path.display()))
             .hint("the file is damaged or of another kind; download it again")
     })
 }
@@ -20,7 +20,7 @@ pub fn token_ids(value: Option<&Value>, name: &str) -> Result<Vec<u32>> {
     let one = |v: &Value| {
         v.as_u64()
             .and_then(|id| u32::try_from(id).ok())
-            .ok_or_else(|| Error::failed(format!("`{name}` is not a token id: {v}")))
+            .ok_or_else(|| Error::invalid(format!("`{name}` is not a token id: {v}")))
     };
     match value {
         None | Some(Value::Null) => Ok(Vec::new()),
@@ -46,7 +46,7 @@ impl<'a> Fields<'a> {
 
     /// Reads a field with `read`, which fails if the value is not `what`.
     fn opt<T>(&self, name: &str, what: &str, read: fn(&'a Value) -> Option<T>) -> Result<Option<T>> {
-        let wrong = || Error::failed(format!("`{name}` is not {what}"));
+        let wrong = || Error::invalid(format!("`{name}` is not {what}"));
         self.present(name).map(|v| read(v).ok_or_else(wrong)).transpose()
     }
 
@@ -61,7 +61,7 @@ impl<'a> Fields<'a> {
             None => Ok(None),
             Some(v) => match v.as_u64() {
                 Some(n) if n <= Self::MAX_SIZE => Ok(Some(n as usize)),
-                _ => Err(Error::failed(format!("`{name}` = {v} is out of range"))),
+                _ => Err(Error::invalid(format!("`{name}` = {v} is out of range"))),
             },
         }
     }
@@ -69,7 +69,7 @@ impl<'a> Fields<'a> {
     /// Reads a whole number of at least 1.
     pub fn size_opt(&self, name: &str) -> Result<Option<usize>> {
         match self.index_opt(name)? {
-            Some(0) => Err(Error::failed(format!("`{name}` is 0, but must be at least 1"))),
+            Some(0) => Err(Error::invalid(format!("`{name}` is 0, but must be at least 1"))),
             other => Ok(other),
         }
     }
@@ -81,7 +81,7 @@ impl<'a> Fields<'a> {
 
     /// Makes the error for a field that must be present.
     pub fn missing(name: &str) -> Error {
-        Error::failed(format!("`{name}` is missing"))
+        Error::invalid(format!("`{name}` is missing"))
     }
 
     /// Reads a number.

@@ -12,7 +12,7 @@ use crate::disk::user_cache;
 use crate::error::{Error, Result};
 
 /// What `--model` takes.
-const TAKES: &str = "give --model the folder of a Hugging Face checkpoint (it contains config.json), a GGUF file, or the id \
+const TAKES: &str = "give ⟨model⟩ the folder of a Hugging Face checkpoint (it contains config.json), a GGUF file, or the id \
                      of a model in the Hugging Face cache, such as Qwen/Qwen3-0.6B";
 
 /// Finds the folder or GGUF file that `--model` means: the path itself, the only GGUF file in a folder without checkpoint, the
@@ -180,8 +180,8 @@ pub fn check(dir: &Path) -> Result<()> {
     let shown = dir.display();
     if dir.is_file() {
         return Err(match other_format(dir) {
-            Some((what, hint)) => Error::failed(format!("model {shown} is {what}")).hint(hint),
-            None => Error::failed(format!("model folder {shown} is not a folder")).hint(TAKES),
+            Some((what, hint)) => Error::invalid(format!("model {shown} is {what}")).hint(hint),
+            None => Error::not_found(format!("model folder {shown} is not a folder")).hint(TAKES),
         });
     }
     if !dir.exists() {
@@ -190,7 +190,7 @@ pub fn check(dir: &Path) -> Result<()> {
     if !dir.join("config.json").exists() {
         return match foreign(dir) {
             Some((what, hint)) => {
-                Err(Error::failed(format!("model folder {shown} contains {what}")).hint(hint))
+                Err(Error::invalid(format!("model folder {shown} contains {what}")).hint(hint))
             }
             None => Err(no_checkpoint(dir)),
         };
@@ -219,7 +219,7 @@ fn quantisation(dir: &Path, method: Option<&str>) -> Error {
         "fp8" | "fbgemm_fp8" => "FP8",
         other => other,
     };
-    Error::failed(format!("the weights in {} are quantised ({name})", dir.display()))
+    Error::unsupported(format!("the weights in {} are quantised ({name})", dir.display()))
         .hint("give the f32, f16 or bf16 checkpoint from which it was made, or a GGUF file")
 }
 
@@ -228,7 +228,7 @@ const NAMED: usize = 5;
 
 /// Says that a folder is not a checkpoint, and which models it contains.
 fn no_checkpoint(dir: &Path) -> Error {
-    let error = Error::failed(format!(
+    let error = Error::not_found(format!(
         "{} is not the folder of a checkpoint: it has no config.json",
         dir.display()
     ));
@@ -242,7 +242,7 @@ fn no_checkpoint(dir: &Path) -> Error {
         more => format!(" and {more} more"),
     };
     error.hint(format!(
-        "give --model a checkpoint in it: {}{more}",
+        "give ⟨model⟩ a checkpoint in it: {}{more}",
         names.join(", ")
     ))
 }
@@ -255,7 +255,7 @@ fn absent(dir: &Path) -> Error {
         .and_then(HubId::parse)
         .filter(|id| id.name.contains('/'))
     else {
-        return Error::failed(absent).hint(TAKES);
+        return Error::not_found(absent).hint(TAKES);
     };
     let cache = hub_cache().map_or(String::new(), |cache| {
         format!(
@@ -266,7 +266,7 @@ fn absent(dir: &Path) -> Error {
     let revision = id
         .revision
         .map_or(String::new(), |of| format!(" --revision {of}"));
-    Error::failed(format!("{absent}{cache}")).hint(format!(
+    Error::not_found(format!("{absent}{cache}")).hint(format!(
         "download it with `hf download {}{revision}` (kvsmith downloads nothing), or give the folder of a checkpoint",
         id.name
     ))
@@ -275,7 +275,7 @@ fn absent(dir: &Path) -> Error {
 /// A file of another format and what to do with it.
 type Foreign = (&'static str, &'static str);
 
-const GGUF: Foreign = ("weights in GGUF", "give --model the GGUF file itself");
+const GGUF: Foreign = ("weights in GGUF", "give ⟨model⟩ the GGUF file itself");
 const PICKLE: Foreign = (
     "weights in PyTorch's .bin format",
     "convert pytorch_model.bin to safetensors first, with AutoModelForCausalLM.from_pretrained(..).save_pretrained(..)",
@@ -303,7 +303,7 @@ pub fn check_artifact(path: &Path) -> Result<()> {
     };
     match found {
         Some(what) => Err(
-            Error::failed(format!("{} is {what}, not an artifact", path.display()))
+            Error::invalid(format!("{} is {what}, not an artifact", path.display()))
                 .hint("give an artifact made by `kvsmith calibrate`"),
         ),
         None => Ok(()),

@@ -272,7 +272,7 @@ fn parts(rows: Range<usize>) -> impl Iterator<Item = Range<usize>> {
 /// Fails for a prompt without tokens.
 pub fn check_prompt(ids: &[u32]) -> Result<()> {
     match ids {
-        [] => Err(Error::failed("the prompt has no tokens").hint("give a prompt with at least one token")),
+        [] => Err(Error::invalid("the prompt has no tokens").hint("give a prompt with at least one token")),
         _ => Ok(()),
     }
 }

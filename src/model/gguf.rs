@@ -100,7 +100,7 @@ impl Gguf {
 
     /// Makes the error for something that this program does not support.
     fn unsupported(&self, what: impl std::fmt::Display) -> Error {
-        Error::failed(format!("{}: {what}", self.path.display()))
+        Error::damaged(format!("{}: {what}", self.path.display()))
     }
 }
 
@@ -125,15 +125,17 @@ impl<'a> Header<'a> {
         if !(2..=3).contains(&version) {
             let big_endian = version.swap_bytes() <= 3;
             return Err(
-                Error::failed(format!("GGUF version {version} is not supported")).hint(match big_endian {
-                    true => "the file is big-endian; convert the model on this machine",
-                    false => "supported: versions 2 and 3; convert the model with a current llama.cpp",
-                }),
+                Error::unsupported(format!("GGUF version {version} is not supported")).hint(
+                    match big_endian {
+                        true => "the file is big-endian; convert the model on this machine",
+                        false => "supported: versions 2 and 3; convert the model with a current llama.cpp",
+                    },
+                ),
             );
         }
         let (n_tensors, n_fields) = (header.u64()?, header.u64()?);
         if n_tensors.max(n_fields) > MOST_ENTRIES {
-            return Err(Error::failed(format!(
+            return Err(Error::damaged(format!(
                 "{n_tensors} tensors and {n_fields} fields are too many"
             )));
         }
@@ -143,7 +145,7 @@ impl<'a> Header<'a> {
             let kind = header.u32()?;
             let value = header.value(kind, true).map_err(|e| e.context(&name))?;
             if fields.insert(name.clone(), value).is_some() {
-                return Err(Error::failed(format!("field `{name}` occurs twice")));
+                return Err(Error::damaged(format!("field `{name}` occurs twice")));
             }
         }
         if fields
@@ -151,7 +153,7 @@ impl<'a> Header<'a> {
             .and_then(Value::as_u64)
             .is_some_and(|n| n > 1)
         {
-            return Err(Error::failed("the file is one of several parts of a model")
+            return Err(Error::unsupported("the file is one of several parts of a model")
                 .hint("join the parts with `llama-gguf-split --merge`"));
         }
         let mut places = Vec::new();
@@ -165,7 +167,7 @@ impl<'a> Header<'a> {
         let alignment = fields.get("general.alignment").map_or(Some(32), Value::as_u64);
         let alignment = alignment.filter(|n| n.is_power_of_two() && *n <= 1 << 20);
         let alignment =
-            alignment.ok_or_else(|| Error::failed("`general.alignment` is not a power of two"))?;
+            alignment.ok_or_else(|| Error::damaged("`general.alignment` is not a power of two"))?;
         let data = header.at.next_multiple_of(alignment as usize);
         let mut tensors = BTreeMap::new();
         for (name, mut place) in places {
@@ -176,14 +178,14 @@ impl<'a> Header<'a> {
             if !place.start.is_multiple_of(alignment as usize)
                 || end.is_none_or(|end| end > bytes.len() as u64)
             {
-                return Err(Error::failed(format!(
+                return Err(Error::damaged(format!(
                     "tensor `{name}` is outside the file, which has {} bytes",
                     bytes.len()
                 )));
             }
             place.start += data;
             if tensors.insert(name.clone(), place).is_some() {
-                return Err(Error::failed(format!("tensor `{name}` occurs twice")));
+                return Err(Error::damaged(format!("tensor `{name}` occurs twice")));
             }
         }
         Ok((fields, tensors))
@@ -192,7 +194,7 @@ impl<'a> Header<'a> {
     fn tensor(&mut self) -> Result<TensorPlace> {
         let axes = self.u32()?;
         if !(1..=4).contains(&axes) {
-            return Err(Error::failed(format!("{axes} axes, of which there are 1 to 4")));
+            return Err(Error::damaged(format!("{axes} axes, of which there are 1 to 4")));
         }
         let mut shape = (0..axes)
             .map(|_| self.u64().map(|n| usize::try_from(n).unwrap_or(usize::MAX)))
@@ -201,7 +203,7 @@ impl<'a> Header<'a> {
         shape.reverse();
         let values = shape.iter().try_fold(1usize, |all, n| all.checked_mul(*n));
         if values.is_none_or(|n| n > 1 << 48) {
-            return Err(Error::failed(format!("shape {shape:?} is too large")));
+            return Err(Error::damaged(format!("shape {shape:?} is too large")));
         }
         let stored = stored(self.u32()?)?;
         let start = self.u64()?;
@@ -211,7 +213,7 @@ impl<'a> Header<'a> {
         };
         let columns = shape.last().copied().unwrap_or_default();
         if !columns.is_multiple_of(block) {
-            return Err(Error::failed(format!(
+            return Err(Error::damaged(format!(
                 "rows of {columns} values are not whole blocks of {}",
                 stored.name()
             )));
@@ -236,7 +238,7 @@ impl<'a> Header<'a> {
             7 => match self.take::<1>()? {
                 [0] => false.into(),
                 [1] => true.into(),
-                [other] => return Err(Error::failed(format!("{other} is neither true nor false"))),
+                [other] => return Err(Error::damaged(format!("{other} is neither true nor false"))),
             },
             8 => self.text()?.into(),
             9 if nests => {
@@ -244,7 +246,7 @@ impl<'a> Header<'a> {
                 let left = self.elements;
                 let count = usize::try_from(count).ok().filter(|n| *n <= left);
                 let count = count.ok_or_else(|| {
-                    Error::failed(format!(
+                    Error::damaged(format!(
                         "the arrays of the metadata have more than {MOST_ELEMENTS} elements"
                     ))
                 })?;
@@ -258,7 +260,11 @@ impl<'a> Header<'a> {
             10 => self.u64()?.into(),
             11 => i64::from_le_bytes(self.take()?).into(),
             12 => f64::from_le_bytes(self.take()?).into(),
-            other => return Err(Error::failed(format!("values of type {other} are not supported"))),
+            other => {
+                return Err(Error::unsupported(format!(
+                    "values of type {other} are not supported"
+                )));
+            }
         })
     }
 
@@ -267,7 +273,7 @@ impl<'a> Header<'a> {
         let bytes = self.bytes(length)?;
         let text = std::str::from_utf8(bytes);
         text.map(str::to_owned)
-            .map_err(|_| Error::failed(format!("a text at byte {} is not UTF-8", self.at)))
+            .map_err(|_| Error::damaged(format!("a text at byte {} is not UTF-8", self.at)))
     }
 
     fn u32(&mut self) -> Result<u32> {
@@ -287,7 +293,7 @@ impl<'a> Header<'a> {
     fn bytes(&mut self, count: u64) -> Result<&'a [u8]> {
         let rest = &self.bytes[self.at..];
         let count = usize::try_from(count).ok().filter(|n| *n <= rest.len());
-        let count = count.ok_or_else(|| Error::failed("the file ends before its header does"))?;
+        let count = count.ok_or_else(|| Error::damaged("the file ends before its header does"))?;
         self.at += count;
         Ok(&rest[..count])
     }
@@ -319,7 +325,7 @@ fn stored(number: u32) -> Result<Stored> {
             20 | 23 => "IQ4".to_owned(),
             _ => format!("number {number}"),
         };
-        Error::failed(format!("its type, {name}, is not supported"))
+        Error::unsupported(format!("its type, {name}, is not supported"))
             .hint(format!("supported: F32, F16, BF16, {}", names.join(", ")))
     })
 }

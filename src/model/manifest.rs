@@ -66,7 +66,7 @@ impl ModelManifest {
         fields["name"] = name.into();
         fields["fingerprint"] = fingerprint.into();
         fields["max_position_embeddings"] = config.max_position_embeddings.into();
-        serde_json::from_value(fields).map_err(|e| Error::failed(format!("internal: model manifest: {e}")))
+        serde_json::from_value(fields).map_err(|e| Error::internal(format!("internal: model manifest: {e}")))
     }
 
     /// Checks the sizes, windows and rotary embedding of a manifest that was read from a file.
@@ -74,14 +74,14 @@ impl ModelManifest {
         self.sizes.check()?;
         let valid = self.windows.len() == self.sizes.n_layers && !self.windows.contains(&Some(0));
         if !valid {
-            return Err(Error::failed("`model.windows` is invalid"));
+            return Err(Error::damaged("`model.windows` is invalid"));
         }
         if self
             .no_rope_layers
             .iter()
             .any(|layer| *layer >= self.sizes.n_layers)
         {
-            return Err(Error::failed("`model.no_rope_layers` is invalid"));
+            return Err(Error::damaged("`model.no_rope_layers` is invalid"));
         }
         Rope::new(&self.rope, self.sizes.head_dim.min(MAX_HEAD_DIM)).check()
     }

@@ -48,7 +48,7 @@ impl ModelConfig {
     /// Interprets the JSON value of a `config.json`.
     pub fn parse(value: &Value) -> Result<Self> {
         let map = value.as_object();
-        let map = map.ok_or_else(|| Error::failed("expected a JSON object"))?;
+        let map = map.ok_or_else(|| Error::invalid("expected a JSON object"))?;
         let c = Fields { map };
         let model_type = c
             .string_opt("model_type")?
@@ -58,7 +58,7 @@ impl ModelConfig {
         let hidden_size = c.size("hidden_size")?;
         let n_layers = c.size("num_hidden_layers")?;
         if n_layers > MAX_LAYERS {
-            return Err(Error::failed(format!(
+            return Err(Error::invalid(format!(
                 "num_hidden_layers {n_layers} is out of range (at most {MAX_LAYERS})"
             )));
         }
@@ -66,7 +66,7 @@ impl ModelConfig {
         let max_position_embeddings = c.size_opt("max_position_embeddings")?.unwrap_or(2048);
         let rms_norm_eps = c.number_or("rms_norm_eps", 1e-6)? as f32;
         if !(rms_norm_eps.is_finite() && rms_norm_eps >= 0.0) {
-            return Err(Error::failed(format!(
+            return Err(Error::invalid(format!(
                 "rms_norm_eps {rms_norm_eps} is out of range"
             )));
         }
@@ -109,12 +109,14 @@ impl ModelConfig {
 fn check_supported(c: &Fields) -> Result<()> {
     let act = c.string_opt("hidden_act")?.unwrap_or("silu");
     if act != "silu" {
-        return Err(Error::failed(format!("hidden_act `{act}` is not supported")).hint("supported: silu"));
+        return Err(
+            Error::unsupported(format!("hidden_act `{act}` is not supported")).hint("supported: silu")
+        );
     }
     let partial = c.number_or("partial_rotary_factor", 1.0)?;
     if partial != 1.0 {
         return Err(
-            Error::failed(format!("partial_rotary_factor {partial} is not supported"))
+            Error::unsupported(format!("partial_rotary_factor {partial} is not supported"))
                 .hint("only models that rotate every channel of a head are supported"),
         );
     }
@@ -129,19 +131,19 @@ fn heads(c: &Fields, default: Option<usize>, hidden_size: usize) -> Result<(usiz
         Some(d) => d,
         None if hidden_size.is_multiple_of(n_heads) => hidden_size / n_heads,
         None => {
-            return Err(Error::failed(format!(
+            return Err(Error::invalid(format!(
                 "hidden_size {hidden_size} is not a multiple of num_attention_heads {n_heads}, and there is no head_dim"
             )));
         }
     };
     if !n_heads.is_multiple_of(n_kv_heads) {
-        return Err(Error::failed(format!(
+        return Err(Error::invalid(format!(
             "num_attention_heads {n_heads} is not a multiple of num_key_value_heads {n_kv_heads}"
         )));
     }
     if !head_dim.is_multiple_of(4) || head_dim > MAX_HEAD_DIM {
         return Err(
-            Error::failed(format!("head_dim {head_dim} is not supported")).hint(format!(
+            Error::unsupported(format!("head_dim {head_dim} is not supported")).hint(format!(
                 "head_dim must be a multiple of 4 and at most {MAX_HEAD_DIM}"
             )),
         );

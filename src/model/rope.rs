@@ -61,7 +61,7 @@ impl Rope {
         let values = self.inv_freq.iter().chain([&self.attention_factor]);
         match values.into_iter().find(|x| x.is_nan() || x.abs() > LARGEST) {
             None => Ok(()),
-            Some(x) => Err(Error::failed(format!(
+            Some(x) => Err(Error::invalid(format!(
                 "the rope settings give a frequency or factor of {x:e}, which is out of range"
             ))
             .hint("compare `rope_theta` and `rope_scaling` in config.json with those of the model's source")),
@@ -137,7 +137,7 @@ impl Rope {
         let d = rows.ncols();
         let rows = rows
             .as_slice_mut()
-            .ok_or_else(|| Error::failed("internal: rows to rotate are not contiguous"))?;
+            .ok_or_else(|| Error::internal("internal: rows to rotate are not contiguous"))?;
         let longest = block_start.windows(2).map(|b| b[1] - b[0]).max().unwrap_or(0);
         let table = self.table(0..longest as usize);
         for block in block_start.windows(2) {

@@ -35,11 +35,13 @@ impl Sizes {
             ("head_dim", self.head_dim),
         ] {
             if !(1..1 << 31).contains(&size) {
-                return Err(Error::failed(format!("the manifest has no valid `model.{name}`")));
+                return Err(Error::damaged(format!(
+                    "the manifest has no valid `model.{name}`"
+                )));
             }
         }
         if !self.n_heads.is_multiple_of(self.n_kv_heads) {
-            return Err(Error::failed(
+            return Err(Error::damaged(
                 "the manifest's `n_heads` is not a multiple of `n_kv_heads`",
             ));
         }

@@ -22,7 +22,7 @@ use crate::sandbox::{self, Allowance};
 use crate::store::to_bytes;
 
 /// The hint for a tokenizer.json that does not work.
-const BROKEN: &str = "download the model's tokenizer.json again, or give token ids with --tokens";
+const BROKEN: &str = "download the model's tokenizer.json again, or give token ids with ⟨tokens⟩";
 
 /// Bytes of memory for the library, in addition to [`SPREAD`] times the text.
 const MEMORY: usize = 1 << 28;
@@ -150,7 +150,7 @@ fn growth(decoder: &Value) -> usize {
 
 /// Loads a tokenizer.json, which errors call `place`.
 fn parsed(place: &str, file: &[u8]) -> Result<tokenizers::Tokenizer> {
-    let broken = |e: String| Error::failed(format!("{place} cannot be used: {e}")).hint(BROKEN);
+    let broken = |e: String| Error::damaged(format!("{place} cannot be used: {e}")).hint(BROKEN);
     rehearse(file).map_err(|e| match e.kind() {
         Kind::Interrupted => e,
         _ => broken(e.to_string()),
@@ -192,9 +192,11 @@ impl Tokenizer {
         }
         let path = model.join("tokenizer.json");
         if !path.is_file() {
-            return Err(Error::failed(format!("{} does not exist", path.display())).hint(
-                "give token ids with --tokens instead of text, or add the tokenizer.json of the model",
-            ));
+            return Err(
+                Error::not_found(format!("{} does not exist", path.display())).hint(
+                    "give token ids with ⟨tokens⟩ instead of text, or add the tokenizer.json of the model",
+                ),
+            );
         }
         let file = std::fs::read(&path).map_err(|e| Error::io(&path, "read", &e).hint(BROKEN))?;
         let inner = parsed(&path.display().to_string(), &file)?;
@@ -225,8 +227,8 @@ impl Tokenizer {
             return Ok(config.bos_token_id);
         };
         let unknown = || {
-            Error::failed(format!("bos_token `{token}` is not in tokenizer.json"))
-                .hint("use both files from the same model, or give token ids with --tokens instead of text")
+            Error::mismatch(format!("bos_token `{token}` is not in tokenizer.json"))
+                .hint("use both files from the same model, or give token ids with ⟨tokens⟩ instead of text")
         };
         let id = inner
             .token_to_id(token)
@@ -330,7 +332,7 @@ impl Tokenizer {
     /// Returns the text of generated `ids`, without special tokens.
     pub fn decode(&self, ids: &[u32]) -> Result<String> {
         guarded(|| self.inner.decode(ids, true))
-            .map_err(|e| Error::failed(format!("the tokens cannot be decoded to text: {e}")).hint(BROKEN))
+            .map_err(|e| Error::damaged(format!("the tokens cannot be decoded to text: {e}")).hint(BROKEN))
     }
 }
 

@@ -66,8 +66,10 @@ impl Checkpoint {
                 dir.display()
             );
             return Err(match folder::foreign(dir) {
-                Some((what, hint)) => Error::failed(format!("{neither}, but it contains {what}")).hint(hint),
-                None => Error::failed(neither)
+                Some((what, hint)) => {
+                    Error::not_found(format!("{neither}, but it contains {what}")).hint(hint)
+                }
+                None => Error::not_found(neither)
                     .hint("give the folder of a Hugging Face checkpoint that contains weights"),
             });
         }
@@ -95,7 +97,7 @@ impl Checkpoint {
 
     fn add_index(&mut self, dir: &Path, index: &Path) -> Result<()> {
         let damaged = |what: String| {
-            Error::failed(format!("{}{what}", index.display()))
+            Error::damaged(format!("{}{what}", index.display()))
                 .hint("the index is damaged or belongs to another checkpoint; download it again")
         };
         let value = read_json(index)?;
@@ -111,10 +113,11 @@ impl Checkpoint {
         for (file, tensors) in files {
             let path = dir.join(file);
             if !path.is_file() {
-                return Err(
-                    Error::failed(format!("{} names {file}, which does not exist", index.display()))
-                        .hint("download the missing shard"),
-                );
+                return Err(Error::not_found(format!(
+                    "{} names {file}, which does not exist",
+                    index.display()
+                ))
+                .hint("download the missing shard"));
             }
             self.add_shard(&path)?;
             if let Some(missing) = tensors.iter().find(|t| !self.entries.contains_key(**t)) {
@@ -130,7 +133,7 @@ impl Checkpoint {
         let file = File::open(path).map_err(|e| Error::io(path, "open", &e))?;
         let map = Mapped::new(&file, path).map_err(|e| Error::io(path, "map", &e))?;
         let damaged = |what: String| {
-            Error::failed(format!("{}: {what}", path.display()))
+            Error::damaged(format!("{}: {what}", path.display()))
                 .hint("the file is damaged or its download is incomplete; download it again")
         };
         let (header, metadata) = SafeTensors::read_metadata(&map)
@@ -180,7 +183,7 @@ impl Checkpoint {
     /// Returns a view of tensor `name`, which must have exactly `shape` (one or two axes).
     pub fn weight(&self, name: &str, shape: &[usize]) -> Result<Weight> {
         let differs = |what: String| {
-            Error::failed(what).hint("use config.json and weights that belong to the same model")
+            Error::mismatch(what).hint("use config.json and weights that belong to the same model")
         };
         let entry = self.entries.get(name);
         let entry = entry.ok_or_else(|| differs(format!("the checkpoint has no tensor `{name}`")))?;
@@ -191,13 +194,18 @@ impl Checkpoint {
             )));
         }
         let stored = entry.stored.ok_or_else(|| {
-            Error::failed(format!("tensor `{name}` has dtype {}", entry.kind))
+            Error::unsupported(format!("tensor `{name}` has dtype {}", entry.kind))
                 .hint("supported: BF16, F16, F32, and the quantised types of GGUF files")
         })?;
         let (rows, cols) = match shape {
             [n] => (1, *n),
             [rows, cols] => (*rows, *cols),
-            _ => return Err(Error::failed(format!("tensor `{name}` has {} axes", shape.len()))),
+            _ => {
+                return Err(Error::invalid(format!(
+                    "tensor `{name}` has {} axes",
+                    shape.len()
+                )));
+            }
         };
         Ok(Weight {
             file: Arc::clone(&self.shards[entry.shard]),
@@ -249,7 +257,7 @@ impl Checkpoint {
         const SPAN: usize = 256 << 10;
         let shard = &self.shards[entry.shard];
         let Some(file) = &shard.file else {
-            return Err(Error::failed("internal: the fingerprint of a temporary file"));
+            return Err(Error::internal("internal: the fingerprint of a temporary file"));
         };
         let mut samples = vec![0; entry.len.min(SAMPLES)];
         let distance = entry.len / SAMPLES;

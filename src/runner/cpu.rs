@@ -107,5 +107,5 @@ impl Backend for CpuBackend<'_> {
 /// Returns the logits of the only sequence of a step.
 fn only(logits: Vec<Array1<f32>>) -> Result<Array1<f32>> {
     let first = logits.into_iter().next();
-    first.ok_or_else(|| Error::failed("a decode step gave no logits"))
+    first.ok_or_else(|| Error::internal("a decode step gave no logits"))
 }

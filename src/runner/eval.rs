@@ -146,7 +146,7 @@ impl<'a> Evaluation<'a> {
     ) -> Result<()> {
         if ids.len() / turns.max(1) < 2 {
             return Err(
-                Error::failed("a turn has only one token, so there is nothing to decode")
+                Error::invalid("a turn has only one token, so there is nothing to decode")
                     .hint("give longer documents"),
             );
         }
@@ -387,7 +387,7 @@ impl<'a> Evaluation<'a> {
                 Ok(())
             })?;
         if logits.len() != ids.len() {
-            return Err(Error::failed(
+            return Err(Error::internal(
                 "internal: a step gave logits for some of the trajectories alone",
             ));
         }

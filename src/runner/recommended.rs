@@ -19,14 +19,14 @@ pub fn recommended(artifact: &Artifact, decoder: &Decoder, seed: u64) -> Result<
     let fingerprint = decoder.checkpoint.fingerprint(&decoder.config)?;
     artifact.check_model(&fingerprint, decoder.config.sizes())?;
     let verdict = artifact.manifest.quality.methods.as_ref().ok_or_else(|| {
-        Error::failed("the artifact has no verdict").hint("measure one, or choose a method and a budget")
+        Error::not_found("the artifact has no verdict").hint("measure one, or choose a method and a budget")
     })?;
     let (row, of) = verdict.usual().ok_or_else(|| {
         let why = match verdict.dropped_all() {
             true => "every method was dropped after the first blocks",
             false => "no method reads as little as was asked for",
         };
-        Error::failed(format!("the artifact's verdict recommends nothing: {why}"))
+        Error::not_found(format!("the artifact's verdict recommends nothing: {why}"))
             .hint("measure larger shares of the bytes or longer blocks, or choose a method and a budget")
     })?;
     let params = MethodParams::default();

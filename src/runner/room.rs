@@ -21,7 +21,7 @@ pub fn check(needed: usize, promised: usize) -> Result<()> {
     let free = free_bytes().saturating_sub(promised);
     match needed > free {
         false => Ok(()),
-        true => Err(Error::failed(format!(
+        true => Err(Error::memory(format!(
             "keys and values take {}, but only {} of memory are free",
             size(needed),
             size(free)

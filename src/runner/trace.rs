@@ -39,5 +39,5 @@ impl<'a> Trace<'a> {
 }
 
 fn failed(e: std::io::Error) -> Error {
-    Error::io(Path::new("the trace"), "write", &e).or_hint("write the file of --trace elsewhere")
+    Error::io(Path::new("the trace"), "write", &e).or_hint("write the file of ⟨trace⟩ elsewhere")
 }

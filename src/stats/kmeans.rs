@@ -88,7 +88,7 @@ impl From<KMeansError> for Error {
             KMeansError::Interrupted(_) => Self::interrupted(),
             KMeansError::Device(e) => e,
             other => {
-                Self::failed(other.to_string()).hint("check the points for NaN or infinite values, and use a --size of at most the number of points")
+                Self::invalid(other.to_string()).hint("check the points for NaN or infinite values, and use a ⟨size⟩ of at most the number of points")
             }
         }
     }
@@ -325,7 +325,7 @@ pub fn fit(
     let mut points = Cpu.points(points.insert_axis(Axis(0)).to_owned())?;
     let mut fits = cluster(points.as_mut(), params, &[params.seed], on_pass)?;
     fits.pop()
-        .ok_or_else(|| KMeansError::Device(Error::failed("no points")))
+        .ok_or_else(|| KMeansError::Device(Error::invalid("no points")))
 }
 
 /// The fit behind linfa's trait: without a callback, and returning only the codebook.

@@ -29,10 +29,10 @@ fn lapack() -> Result<MutexGuard<'static, bool>> {
         // SAFETY: the function only sets a number in the linked OpenBLAS.
         unsafe { openblas_set_num_threads(1) };
         MmapMut::map_anon(BUFFER_BYTES).map_err(|e| {
-            Error::failed(format!(
+            Error::memory(format!(
                 "not enough memory for linear algebra, which needs 160 MB: {e}"
             ))
-            .hint("raise the memory limit (`ulimit -v`), or use fewer --threads")
+            .hint("raise the memory limit (`ulimit -v`), or use fewer ⟨threads⟩")
         })?;
         *ready = true;
     }

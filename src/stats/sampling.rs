@@ -38,7 +38,7 @@ impl TextBlocks {
         let d = x.ncols();
         let x = x
             .as_slice_mut()
-            .ok_or_else(|| Error::failed("internal: rows to rotate are not contiguous"))?;
+            .ok_or_else(|| Error::internal("internal: rows to rotate are not contiguous"))?;
         x.par_chunks_exact_mut(d).zip(rows).for_each(|(x, row)| {
             table.rotate(x, row - self.of(*row).start);
             simd::scale(x, scale);

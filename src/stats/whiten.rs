@@ -55,7 +55,7 @@ impl Metric {
     pub fn new(sum_qq: ArrayView2<f64>) -> Result<Self> {
         let d = sum_qq.nrows();
         if !sum_qq.iter().all(|v| v.is_finite()) {
-            return Err(Error::failed("the second moment of the queries is not finite"));
+            return Err(Error::invalid("the second moment of the queries is not finite"));
         }
         let rms = (sum_qq.iter().map(|v| v * v).sum::<f64>() / (d * d) as f64).sqrt();
         if rms == 0.0 {
@@ -71,7 +71,7 @@ impl Metric {
             let ridged = &normalised + &(Array2::<f64>::eye(d) * eps);
             if let Some(chol) = linalg::cholesky(ridged.view())? {
                 let values = linalg::eigenvalues(ridged.view())?
-                    .ok_or_else(|| Error::failed("the eigenvalues of the second moment did not converge"))?;
+                    .ok_or_else(|| Error::invalid("the eigenvalues of the second moment did not converge"))?;
                 return Ok(Self {
                     chol: chol.mapv(|v| v as f32),
                     eps,
@@ -79,7 +79,7 @@ impl Metric {
                 });
             }
         }
-        Err(Error::failed(
+        Err(Error::invalid(
             "the second moment of the queries is not positive definite",
         ))
     }

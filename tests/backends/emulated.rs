@@ -123,7 +123,7 @@ impl Emulated {
             if process.pipes.is_none() && process.live == 0 {
                 process.pipes = Some(start(&self.program));
             }
-            let ended = || Error::failed(ENDED);
+            let ended = || Error::internal(ENDED);
             let (child, to, from) = process.pipes.as_mut().ok_or_else(ended)?;
             let talk = || {
                 request.iter().try_for_each(|v| to.write_all(&v.to_le_bytes()))?;
@@ -236,7 +236,7 @@ impl Driver for Emulated {
             let noted = notes.noting.take();
             notes
                 .noted
-                .push(noted.ok_or_else(|| Error::failed("nothing was recorded"))?);
+                .push(noted.ok_or_else(|| Error::internal("nothing was recorded"))?);
             Ok(notes.noted.len() as u64 - 1)
         })
     }
@@ -278,7 +278,7 @@ impl Driver for Emulated {
 /// Copies run at once, launches that are recorded later.
 fn not_while_recording() -> Result<()> {
     match NOTES.with_borrow(|notes| notes.noting.is_some()) {
-        true => Err(Error::failed("a copy while launches are recorded")),
+        true => Err(Error::internal("a copy while launches are recorded")),
         false => Ok(()),
     }
 }

@@ -143,6 +143,8 @@ impl Outcome {
             stdout: String::from_utf8(output.stdout).unwrap(),
             stderr: String::from_utf8(output.stderr).unwrap(),
         };
+        let raw = outcome.stderr.lines().find(|line| line.contains('⟨'));
+        assert_eq!(raw, None, "a setting that is not written as a flag");
         if outcome.code == Some(1) && outcome.stderr.lines().any(|line| line.starts_with("error: ")) {
             let hint = outcome.stderr.lines().find(|line| line.starts_with("hint: "));
             let said = hint.is_some_and(|hint| !hint.contains(DEFECT));

@@ -117,7 +117,7 @@ fn read_points(path: &Path) -> Result<Array2<f32>> {
     let Some([n, d]) = shape.as_deref() else {
         let what = format!("{} has no tensor `x` of shape [n,d]", path.display());
         return Err(
-            Error::failed(what).hint("give --points a safetensors file that contains this tensor in f32")
+            Error::invalid(what).hint("give --points a safetensors file that contains this tensor in f32")
         );
     };
     let values = store.read::<f32>("x", &[*n, *d])?;

@@ -161,7 +161,7 @@ fn on_gpu(args: &ModelArgs, settings: &[ModelSetting], driver: &dyn Driver, glob
     let outcome = settings.iter().try_for_each(|setting| {
         env::check()?;
         match setting.add(driver, bandwidth, &mut results) {
-            Err(e) if e.kind() == Kind::GpuMemory => {
+            Err(e) if e.kind() == Kind::Memory => {
                 log.warn(&format!("{}: {e}", setting.shape()));
                 left_out = Some(e);
                 Ok(())

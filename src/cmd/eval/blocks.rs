@@ -43,9 +43,9 @@ impl Blocks {
         let usable: Vec<_> = blocks.filter(|b| b.len() / args.turns > 1).collect();
         if usable.is_empty() {
             return Err(match args.turns {
-                1 => Error::failed("no block of the text has more than one token")
+                1 => Error::invalid("no block of the text has more than one token")
                     .hint("give longer documents"),
-                n => Error::failed(format!(
+                n => Error::invalid(format!(
                     "no block of the text has at least two tokens for each of the {n} turns"
                 ))
                 .hint("give longer documents, or reduce --turns"),

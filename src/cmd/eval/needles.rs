@@ -98,7 +98,7 @@ impl WrittenQuestion {
     /// The value has neither form, or no prompt or no answer.
     fn parse(value: &Value) -> Result<Self> {
         let pair = Self::deserialize(value).ok().filter(|_| value.is_object());
-        let none = || Error::failed("the object does not have a prompt and an answer").hint(FORMS);
+        let none = || Error::invalid("the object does not have a prompt and an answer").hint(FORMS);
         let pair = pair.ok_or_else(none)?;
         let (given, empty) = match &pair {
             Self::Text {
@@ -133,8 +133,8 @@ impl WrittenQuestion {
         };
         match given {
             [false, false] => Err(none()),
-            [true, true] => Err(Error::failed("the object has both `answer` and `answers`").hint(FORMS)),
-            _ if empty => Err(Error::failed("the prompt, the question or an answer is empty").hint(FILLED)),
+            [true, true] => Err(Error::invalid("the object has both `answer` and `answers`").hint(FORMS)),
+            _ if empty => Err(Error::invalid("the prompt, the question or an answer is empty").hint(FILLED)),
             _ => Ok(pair),
         }
     }
@@ -155,7 +155,7 @@ impl Reader<'_> {
 
     fn needed(&self) -> Result<&Tokenizer> {
         self.tokenizer.ok_or_else(|| {
-            Error::failed("the prompt is text, but the model has no tokenizer.json")
+            Error::invalid("the prompt is text, but the model has no tokenizer.json")
                 .hint("give prompt_tokens and answer_tokens instead of text")
         })
     }
@@ -164,7 +164,7 @@ impl Reader<'_> {
     /// the question, but never its first token. If questions are prefilled, they are a part of the prompt.
     fn asking(&self, mut prompt: Vec<u32>, question: Option<Vec<u32>>) -> Result<Asking> {
         if prompt.is_empty() || question.as_ref().is_some_and(Vec::is_empty) {
-            return Err(Error::failed("the prompt or the question has no tokens").hint(FILLED));
+            return Err(Error::invalid("the prompt or the question has no tokens").hint(FILLED));
         }
         let question = match (self.feeding, question) {
             (Feeding::Prefill, question) => {
@@ -240,7 +240,7 @@ impl Reader<'_> {
             let is_text = matches!(pair, WrittenQuestion::Text { .. });
             if *of_text.get_or_insert(is_text) != is_text {
                 return Err(
-                    Error::failed("the conversation mixes turns of text and turns of token ids")
+                    Error::invalid("the conversation mixes turns of text and turns of token ids")
                         .hint("give all turns of a line as text, or all as token ids"),
                 );
             }
@@ -261,12 +261,12 @@ impl Reader<'_> {
                     ..
                 } => (self.asking(prompt, question)?, answer),
                 _ => {
-                    return Err(Error::failed("the turn has several answers")
+                    return Err(Error::invalid("the turn has several answers")
                         .hint("give each turn one `answer`; only lines without turns may have `answers`"));
                 }
             };
             if answer.is_empty() {
-                return Err(Error::failed("the answer has no tokens").hint(FILLED));
+                return Err(Error::invalid("the answer has no tokens").hint(FILLED));
             }
             self.decoder.check_ids(&answer)?;
             Ok(Question { asking, answer })
@@ -284,7 +284,7 @@ impl Reader<'_> {
     /// The line has another form, an empty part, or an id outside the vocabulary.
     fn line(&self, line: &str) -> Result<NeedleLine> {
         let value: Value = serde_json::from_str(line)
-            .map_err(|e| Error::failed(format!("not a JSON object: {e}")).hint(FORMS))?;
+            .map_err(|e| Error::invalid(format!("not a JSON object: {e}")).hint(FORMS))?;
         let group = Group {
             task: value["task"].as_str().map(str::to_owned),
             length: value["length"].as_u64(),
@@ -300,11 +300,12 @@ impl Reader<'_> {
                     "answers_tokens",
                 ];
                 if let Some(key) = others.iter().find(|key| value.get(**key).is_some()) {
-                    return Err(Error::failed(format!("the line has both `turns` and `{key}`")).hint(FORMS));
+                    return Err(Error::invalid(format!("the line has both `turns` and `{key}`")).hint(FORMS));
                 }
                 let turns = turns.as_array().filter(|turns| !turns.is_empty());
-                let turns = turns
-                    .ok_or_else(|| Error::failed("`turns` is not a list of at least one turn").hint(FORMS))?;
+                let turns = turns.ok_or_else(|| {
+                    Error::invalid("`turns` is not a list of at least one turn").hint(FORMS)
+                })?;
                 self.conversation(turns)?
             }
             None => self.single(WrittenQuestion::parse(&value)?)?,
@@ -325,7 +326,7 @@ impl Reader<'_> {
         });
         let lines: Vec<NeedleLine> = lines.collect::<Result<_>>()?;
         match lines.is_empty() {
-            true => Err(Error::failed(format!("{} contains no questions", path.display())).hint(FORMS)),
+            true => Err(Error::invalid(format!("{} contains no questions", path.display())).hint(FORMS)),
             false => Ok(lines),
         }
     }
@@ -440,7 +441,7 @@ pub(super) fn made(args: &Args, reader: Reader, global: &Global) -> Result<Vec<N
         }
     }
     match lines.is_empty() {
-        true => Err(Error::failed("the text is too short for questions")
+        true => Err(Error::invalid("the text is too short for questions")
             .hint("give more text, or other --lengths, of at least some 1,000 tokens each")),
         false => Ok(lines),
     }

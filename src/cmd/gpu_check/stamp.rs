@@ -55,7 +55,7 @@ impl Stamp {
     /// # Errors
     /// The file cannot be written.
     pub fn write(&self, to: Output) -> Result<()> {
-        let text = serde_json::to_string(self).map_err(|e| Error::failed(e.to_string()))?;
+        let text = serde_json::to_string(self).map_err(|e| Error::system(e.to_string()))?;
         to.finish((text + "\n").as_bytes())
     }
 }
@@ -85,7 +85,7 @@ pub fn remove(found: &Found) -> Result<()> {
 /// There is no folder for caches.
 fn path(found: &Found) -> Result<PathBuf> {
     let folder = disk::user_cache().ok_or_else(|| {
-        Error::failed("there is no folder for the result: neither XDG_CACHE_HOME nor HOME is set")
+        Error::system("there is no folder for the result: neither XDG_CACHE_HOME nor HOME is set")
             .hint("set XDG_CACHE_HOME to a folder that can be written")
     })?;
     let digest = Sha256::digest(format!("{}\n{}", found.gpu, found.driver()));

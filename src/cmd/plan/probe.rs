@@ -210,7 +210,7 @@ impl ForwardTime {
         let each: Vec<(Line, Line)> = c.blocks.iter().filter_map(of_block).collect();
         let last = each
             .last()
-            .ok_or_else(|| Error::failed("internal: a model without layers"))?;
+            .ok_or_else(|| Error::internal("internal: a model without layers"))?;
         Ok(Self {
             states: last.1,
             layers: each.iter().map(|(layer, _)| *layer).collect(),
@@ -271,7 +271,7 @@ struct SmallRun {
 impl Small {
     fn measure(settings: &Settings, config: &ModelConfig, tokens: usize, global: &Global) -> Result<Self> {
         let failed = |e: std::io::Error| {
-            Error::failed(format!("cannot write a temporary folder: {e}"))
+            Error::system(format!("cannot write a temporary folder: {e}"))
                 .hint("set TMPDIR to a writable folder, or add --no-probe")
         };
         let folder = tempfile::tempdir().map_err(failed)?;

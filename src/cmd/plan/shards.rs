@@ -14,6 +14,7 @@ pub use self::flags::ShardFlags;
 use self::flags::Wanted;
 use crate::cmd::bench::free_bytes;
 use crate::cmd::share::{fewest_ranges, layer_ranges};
+use crate::cmd::terminal::with_flags;
 use crate::error::Result;
 use crate::float::Float;
 use crate::wording::{duration, grouped, size};
@@ -139,7 +140,11 @@ impl ShardPlan {
             states: [Float::F32, Float::Bf16].map(|dtype| job.states(dtype)),
             block: [job.sum_bytes(), job.config.n_layers() * job.block_sums(1)],
             sums: job.config.n_layers() * job.block_sums(job.corpus.n_blocks()),
-            commands: job.fits.iter().map(|fit| fit.command()).collect(),
+            commands: job
+                .fits
+                .iter()
+                .map(|fit| with_flags(&fit.command()).into_owned())
+                .collect(),
         })
     }
 

@@ -72,7 +72,7 @@ impl Measured {
         let bytes = std::fs::read(path).map_err(|e| Error::io(path, "read", &e))?;
         let document = parse(&bytes).map_err(context)?;
         let heading = Heading::deserialize(&document).map_err(|e| {
-            context(Error::failed(format!("not a document of `eval --json`: {e}")).hint(HINT))
+            context(Error::invalid(format!("not a document of `eval --json`: {e}")).hint(HINT))
         })?;
         heading.check(artifact).map_err(context)?;
         let kept = heading.rows_of(own, artifact).map_err(context)?;
@@ -103,7 +103,7 @@ fn parse(bytes: &[u8]) -> Result<Value> {
             true => format!("the file ends too early: {e}"),
             false => format!("not JSON: {e}"),
         };
-        Error::failed(what).hint(HINT)
+        Error::invalid(what).hint(HINT)
     })
 }
 
@@ -112,11 +112,11 @@ impl Heading {
     fn check(&self, artifact: &Artifact) -> Result<()> {
         if let Some(command) = self.command.as_ref().filter(|command| *command != "eval") {
             let what = format!("a document of `{command}`, not of `eval`");
-            return Err(Error::failed(what).hint(HINT));
+            return Err(Error::invalid(what).hint(HINT));
         }
         if let Some(failure) = &self.error {
             let what = format!("the evaluation failed: {}", failure.message);
-            return Err(Error::failed(what).hint(AGAIN));
+            return Err(Error::invalid(what).hint(AGAIN));
         }
         let own = &artifact.manifest.origin.model.fingerprint;
         if let Some(other) = self.fingerprint.as_ref().filter(|other| *other != own) {
@@ -125,10 +125,10 @@ impl Heading {
                 short(other),
                 short(own)
             );
-            return Err(Error::failed(what).hint(AGAIN));
+            return Err(Error::invalid(what).hint(AGAIN));
         }
         if self.rows.is_empty() {
-            return Err(Error::failed("there are no rows").hint(HINT));
+            return Err(Error::invalid("there are no rows").hint(HINT));
         }
         let questions = self.needles.is_some();
         let full = [
@@ -149,7 +149,7 @@ impl Heading {
         match fault.or_else(|| self.rows.iter().enumerate().find_map(row)) {
             Some(key) => {
                 let what = format!("`{key}` is missing or not what a measurement with this model gives");
-                Err(Error::failed(what).hint(AGAIN))
+                Err(Error::invalid(what).hint(AGAIN))
             }
             None => Ok(()),
         }
@@ -182,7 +182,7 @@ impl Heading {
         let kept: Vec<bool> = kept.collect();
         match kept.contains(&true) {
             true => Ok(kept),
-            false => Err(Error::failed("measured with another artifact").hint(AGAIN)),
+            false => Err(Error::mismatch("measured with another artifact").hint(AGAIN)),
         }
     }
 }

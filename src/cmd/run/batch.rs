@@ -167,7 +167,7 @@ impl Batch<'_> {
             let text = serde_json::to_vec(&artifact.manifest);
             text.map(|text| hex(&Sha256::digest(text)))
         });
-        let artifact = artifact.transpose().map_err(|e| Error::failed(e.to_string()))?;
+        let artifact = artifact.transpose().map_err(|e| Error::invalid(e.to_string()))?;
         let sampling = args.sampling();
         Ok(json!({
             MARK[0]: MARK[1],

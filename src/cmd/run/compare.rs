@@ -47,7 +47,7 @@ impl Comparison<'_> {
     /// Runs the prompt with each method, and compares the texts with that of the first.
     pub fn run(&self, mut turns: Turns) -> Result<()> {
         let Turn::Feed(ids) = turns.next(None)? else {
-            return Err(Error::failed("the prompt has no tokens").hint("give at least one token"));
+            return Err(Error::invalid("the prompt has no tokens").hint("give at least one token"));
         };
         let mut told: Vec<Told> = Vec::new();
         for named in &self.0.args.compare {

@@ -200,7 +200,7 @@ impl Conversation<'_, '_> {
                     "use /reset before the context is full, or add --beyond-context (answers may then be worthless)"
                 }
             };
-            return Err(Error::failed(what).hint(hint));
+            return Err(Error::invalid(what).hint(hint));
         }
         let method = self.choice.method;
         self.artifact

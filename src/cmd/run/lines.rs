@@ -164,5 +164,5 @@ fn unknown(line: &str) -> Option<&str> {
 
 /// Makes the error for input that cannot be read.
 fn unreadable(e: &str) -> Error {
-    Error::failed(format!("cannot read stdin: {e}")).hint("give one message per line, as UTF-8 text")
+    Error::invalid(format!("cannot read stdin: {e}")).hint("give one message per line, as UTF-8 text")
 }

@@ -131,7 +131,7 @@ pub fn fastest<'v>(
         return Ok(Fastest::among(Vec::new(), f64::INFINITY, context));
     }
     let full_s = timer.seconds(FULL, Budget::Fraction(1.0))?;
-    let full_s = full_s.ok_or_else(|| Error::failed("internal: full attention is not timed"))?;
+    let full_s = full_s.ok_or_else(|| Error::internal("internal: full attention is not timed"))?;
     let mut timed = Vec::new();
     for row in rows {
         let named = Named::parse(&row.0.method).filter(|named| !named.tail);

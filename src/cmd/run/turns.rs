@@ -46,7 +46,7 @@ fn prompt(args: &Args) -> Result<Option<String>> {
         false => std::fs::read_to_string(path),
     };
     let mut text = read.map_err(|e| match e.kind() {
-        std::io::ErrorKind::InvalidData => Error::failed(format!("{} is not UTF-8 text", path.display()))
+        std::io::ErrorKind::InvalidData => Error::invalid(format!("{} is not UTF-8 text", path.display()))
             .hint("convert it to UTF-8, for example with iconv"),
         _ => Error::io(path, "read", &e),
     })?;
@@ -62,7 +62,7 @@ fn prompt(args: &Args) -> Result<Option<String>> {
 /// Refuses a prompt without text, to which a model would reply as if it had been asked something.
 fn not_empty(text: String) -> Result<String> {
     match text.is_empty() {
-        true => Err(Error::failed("the prompt is empty").hint("give a prompt with text in it")),
+        true => Err(Error::invalid("the prompt is empty").hint("give a prompt with text in it")),
         false => Ok(text),
     }
 }
@@ -138,7 +138,7 @@ impl<'a> Turns<'a> {
         let documents = read_tokens(path)?;
         if !args.chat && documents.len() != 1 {
             return Err(
-                Error::failed(format!("{} must contain exactly one document", path.display()))
+                Error::invalid(format!("{} must contain exactly one document", path.display()))
                     .hint("give one array of token ids inside the outer array, or add --chat, with which each array is a turn"),
             );
         }
@@ -247,7 +247,7 @@ impl<'a> Turns<'a> {
 }
 
 fn no_tokens() -> Error {
-    Error::failed("the prompt has no tokens").hint("give at least one token")
+    Error::invalid("the prompt has no tokens").hint("give at least one token")
 }
 
 /// Adds to an error of a chat template a hint on how to do without a template.
@@ -363,7 +363,7 @@ impl Script {
         let text = self.template.render(&marked, true).map_err(by_ids)?;
         let parts: Vec<&str> = text.split(&mark).collect();
         let [_, rest] = parts[..] else {
-            return Err(Error::failed(format!(
+            return Err(Error::invalid(format!(
                 "{}: the chat template does not show the assistant's last reply exactly once",
                 self.template.path().display()
             ))

@@ -7,6 +7,7 @@ use serde_json::{Value, json};
 
 use crate::artifact::Artifact;
 use crate::cmd::task::{self, LOST_S, Note, State};
+use crate::cmd::terminal::with_flags;
 use crate::dump::{self, MANIFEST, MAX_SHARDS};
 use crate::error::{Error, Result};
 use crate::method::sections::SECTIONS;
@@ -205,7 +206,7 @@ impl Found {
     fn add_dump(&mut self, path: &Path) {
         let summary = match dump::summary(path) {
             Ok(summary) => summary,
-            Err(e) => return self.problems.push(e.to_string()),
+            Err(e) => return self.problems.push(with_flags(&e.to_string()).into_owned()),
         };
         let Some(shard) = summary.shard else {
             return self.dumps.push(FoundDump {
@@ -234,7 +235,7 @@ impl Found {
             Ok(artifact) => artifact,
             // Files of other kinds may lie here too.
             Err(_) if !path.metadata().is_ok_and(|found| found.len() > 0) => return,
-            Err(e) => return self.problems.push(e.to_string()),
+            Err(e) => return self.problems.push(with_flags(&e.to_string()).into_owned()),
         };
         // The packed artifact is no part.
         if artifact.manifest.sections.len() != 1 {

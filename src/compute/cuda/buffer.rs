@@ -73,7 +73,7 @@ impl<'d, T: Pod + Zeroable> Buffer<'d, T> {
                 mib(bytes as u64),
                 mib(driver.free_bytes()?)
             ))
-            .hint("stop other programs that use the GPU, give fewer tokens, or use --device cpu"));
+            .hint("stop other programs that use the GPU, give fewer tokens, or use ⟨device=cpu⟩"));
         };
         Ok(Self {
             driver,

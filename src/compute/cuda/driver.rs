@@ -127,7 +127,7 @@ pub trait Driver: Send + Sync {
     /// # Errors
     /// Nothing was recorded.
     fn recorded(&self) -> Result<u64> {
-        Err(Error::failed("CUDA: no launches were recorded"))
+        Err(Error::internal("CUDA: no launches were recorded"))
     }
 
     /// Starts all launches of a recording, in order.
@@ -135,7 +135,7 @@ pub trait Driver: Send + Sync {
     /// # Errors
     /// The number is unknown.
     fn replay(&self, recording: u64) -> Result<()> {
-        Err(Error::failed(format!("CUDA: no recording {recording}")))
+        Err(Error::internal(format!("CUDA: no recording {recording}")))
     }
 
     /// Frees a recording.

@@ -53,18 +53,18 @@ unsafe fn start(
     }
     let (name, most) = (kernel.name, kernel.shared_bytes);
     if shared_bytes > most {
-        return Err(Error::failed(format!(
+        return Err(Error::internal(format!(
             "CUDA: {name} with {shared_bytes} bytes of shared memory of at most {most}"
         )));
     }
     if grid.iter().zip(MOST_BLOCKS).any(|(n, most)| *n > most) {
-        return Err(Error::failed(format!(
+        return Err(Error::internal(format!(
             "CUDA: {name} with {grid:?} blocks of at most {MOST_BLOCKS:?}"
         )));
     }
     let beyond = |argument: &&Arg| argument.bytes == 4 && argument.value > u64::from(u32::MAX);
     if let Some(Arg { value, .. }) = arguments.iter().find(beyond) {
-        return Err(Error::failed(format!(
+        return Err(Error::internal(format!(
             "CUDA: {name} with a size beyond 2^32: {value}"
         )));
     }

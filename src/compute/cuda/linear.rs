@@ -48,7 +48,7 @@ impl<'d> Matrix<'d> {
     /// The kernels do not support the sizes; out of memory.
     pub fn empty(driver: &'d dyn Driver, kind: Float, rows: usize, cols: usize) -> Result<Self> {
         if rows == 0 || cols == 0 || rows.max(cols) > 1 << 30 {
-            return Err(Error::failed(format!("CUDA: a weight of {rows} x {cols}")));
+            return Err(Error::internal(format!("CUDA: a weight of {rows} x {cols}")));
         }
         Ok(Self {
             kind,
@@ -66,7 +66,7 @@ impl<'d> Matrix<'d> {
         let (found, expected) = (bytes.len(), self.values.len());
         if found != expected {
             let Self { kind, rows, cols, .. } = self;
-            return Err(Error::failed(format!(
+            return Err(Error::internal(format!(
                 "CUDA: a weight of {rows} x {cols} {} has {found} bytes instead of {expected}",
                 kind.name()
             )));
@@ -231,7 +231,7 @@ impl<'d> Products<'d> {
     fn round(&self, x: &Buffer<'_, f32>, n: usize, kind: Float) -> Result<()> {
         if n > self.rounded.len() {
             let most = self.rounded.len();
-            return Err(Error::failed(format!("CUDA: {n} inputs, with room for {most}")));
+            return Err(Error::internal(format!("CUDA: {n} inputs, with room for {most}")));
         }
         kernels::RoundRows {
             x: x.ptr(),
@@ -264,7 +264,7 @@ impl Linear<'_> {
         // The kernels count rows and tiles in 32 bits.
         let fits = m <= 1 << 24 && m.div_ceil(FLOAT_TILE) * n.div_ceil(FLOAT_TILE) <= i32::MAX as usize;
         if !fits || x.len() < m * k || out.len() < m * n || bias != n {
-            return Err(Error::failed(format!(
+            return Err(Error::internal(format!(
                 "CUDA: {m} rows of {} inputs times a weight of {n} x {k} with {bias} biases into {} outputs",
                 x.len(),
                 out.len()

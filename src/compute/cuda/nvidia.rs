@@ -170,7 +170,7 @@ impl Nvidia {
                 _ => "cannot load the kernels",
             };
             let version = self.adapter.as_str();
-            failed(&format!("{why} ({version})"), e).hint("update the NVIDIA driver, or use --device cpu")
+            failed(&format!("{why} ({version})"), e).hint("update the NVIDIA driver, or use ⟨device=cpu⟩")
         })?;
         let optin = CUdevice_attribute::CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN;
         self.shared_bytes = attribute(self.device, optin)?.max(0) as usize;
@@ -203,7 +203,7 @@ impl Nvidia {
 
     fn recordings(&self) -> Result<MutexGuard<'_, Recordings>> {
         let lock = self.recordings.lock();
-        lock.map_err(|_| Error::failed("CUDA: an earlier launch ended badly"))
+        lock.map_err(|_| Error::internal("CUDA: an earlier launch ended badly"))
     }
 
     /// Returns the handle of a kernel whose blocks get `shared_bytes` of dynamic shared memory.
@@ -212,13 +212,13 @@ impl Nvidia {
     /// `shared_bytes` is more than this GPU gives to a block.
     fn function(&self, name: &str, shared_bytes: usize) -> Result<CUfunction> {
         let function = self.functions.get(name);
-        let function = function.ok_or_else(|| Error::failed(format!("CUDA: no kernel {name}")))?;
+        let function = function.ok_or_else(|| Error::internal(format!("CUDA: no kernel {name}")))?;
         let (needed, most) = (function.own_bytes + shared_bytes, self.shared_bytes);
         if needed > SHARED_UNASKED.max(most) {
             return Err(Error::device(format!(
                 "CUDA: a block of {name} needs {needed} bytes of shared memory, and this GPU gives it {most}"
             ))
-            .hint("use --device cpu"));
+            .hint("use ⟨device=cpu⟩"));
         }
         Ok(function.handle)
     }
@@ -229,7 +229,7 @@ impl Nvidia {
     /// Launches are being recorded: the copy would run now, but the launches recorded before it only later.
     fn enter_to_copy(&self) -> Result<()> {
         if self.recordings()?.is_noting() {
-            return Err(Error::failed("CUDA: a copy while launches are recorded"));
+            return Err(Error::internal("CUDA: a copy while launches are recorded"));
         }
         self.enter()
     }

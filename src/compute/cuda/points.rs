@@ -55,7 +55,7 @@ impl<'d> PointRows<'d> {
     pub fn check(&self, what: &str, found: usize, expected: usize) -> Result<()> {
         match found == expected {
             true => Ok(()),
-            false => Err(Error::failed(format!(
+            false => Err(Error::internal(format!(
                 "CUDA: {found} {what} instead of {expected}"
             ))),
         }
@@ -64,7 +64,7 @@ impl<'d> PointRows<'d> {
     /// Copies some rows of one head to the host, `[rows,d]`.
     fn read(&self, head: usize, rows: &[u32]) -> Result<Array2<f32>> {
         if let Some(row) = rows.iter().find(|row| **row as usize >= self.n) {
-            return Err(Error::failed(format!("row {row} of {}", self.n)));
+            return Err(Error::internal(format!("row {row} of {}", self.n)));
         }
         let of = Buffer::of(self.driver, "row numbers", rows)?;
         let out = Buffer::<f32>::new(self.driver, "rows", rows.len() * self.w)?;
@@ -130,7 +130,7 @@ impl<'d> CudaPoints<'d> {
     fn clusters(&mut self) -> Result<(&PointRows<'d>, &mut Clustering<'d>)> {
         match &mut self.clusters {
             Some(clusters) => Ok((&self.rows, clusters)),
-            None => Err(Error::failed("the points have no clusters yet")),
+            None => Err(Error::internal("the points have no clusters yet")),
         }
     }
 

@@ -17,7 +17,7 @@ use crate::error::{Error, Result};
 /// The hint for a machine without an adapter.
 const NO_ADAPTER: &str = "install the Vulkan driver of your GPU (Debian, Ubuntu: apt-get install libvulkan1 \
                           mesa-vulkan-drivers, which includes a driver for machines without a GPU), or use \
-                          --device cpu";
+                          ⟨device=cpu⟩";
 
 /// The most multiply-adds per submission: about a tenth of a second on a slow GPU, well below the time after which
 /// drivers consider a GPU hung.
@@ -121,7 +121,7 @@ impl GpuContext {
             let (found, most) = (bytes, self.limits.buffer_bytes);
             let error =
                 format!("a buffer of {found} bytes is needed, but the adapter supports at most {most} bytes");
-            return Err(Error::device(error).hint("use --device cpu"));
+            return Err(Error::device(error).hint("use ⟨device=cpu⟩"));
         }
         Ok(self.allocate(
             bytes,
@@ -299,15 +299,15 @@ fn scoped<T>(device: &wgpu::Device, fault: &Fault, doing: &str, f: impl FnOnce()
     let mut caught = [validation, internal, memory].map(|scope| pollster::block_on(scope.pop()));
     let failed = |why: String| Error::device(format!("wgpu cannot {doing}: {why}"));
     if let Some(why) = fault.lock().unwrap_or_else(PoisonError::into_inner).as_ref() {
-        return Err(failed(why.clone()).hint("use --device cpu"));
+        return Err(failed(why.clone()).hint("use ⟨device=cpu⟩"));
     }
     // Out of memory first: the other errors follow from the missing buffer.
     caught.reverse();
     match caught.into_iter().flatten().next() {
         Some(wgpu::Error::OutOfMemory { .. }) => {
-            Err(failed("out of memory".to_owned()).hint("free GPU memory, or use --device cpu"))
+            Err(failed("out of memory".to_owned()).hint("free GPU memory, or use ⟨device=cpu⟩"))
         }
-        Some(e) => Err(failed(one_line(&e.to_string())).hint("use --device cpu")),
+        Some(e) => Err(failed(one_line(&e.to_string())).hint("use ⟨device=cpu⟩")),
         None => result,
     }
 }

@@ -88,7 +88,7 @@ pub fn cases() -> Vec<Case> {
             .find(|(known, _)| *known == name)
             .map(|(_, make)| *make);
         cases.push(Case::new(AREA, format!("{name}, {shape}"), move |watched| {
-            let unknown = || Error::failed(format!("no method {name}"));
+            let unknown = || Error::internal(format!("no method {name}"));
             let method = make.ok_or_else(unknown)?(d)?;
             choices::check(watched, method.as_ref(), &setting)
         }));
@@ -125,7 +125,7 @@ fn prepared(name: &str, d: usize) -> Result<Box<dyn Method>> {
         seed: 0,
     };
     let method = METHODS.iter().find(|method| method.as_str() == name);
-    let unknown = || Error::failed(format!("no method {name}"));
+    let unknown = || Error::internal(format!("no method {name}"));
     method.ok_or_else(unknown)?.prepare(&ask)
 }
 

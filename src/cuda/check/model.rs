@@ -83,7 +83,7 @@ fn with_biases() -> (Value, Float) {
 /// Writes a random checkpoint to a temporary folder, and opens it.
 fn with_decoder(make: Make, check: impl FnOnce(&Decoder) -> Result<Comparison>) -> Result<Comparison> {
     let failed = |e: std::io::Error| {
-        Error::failed(format!("cannot write a temporary folder: {e}")).hint("set TMPDIR to another folder")
+        Error::system(format!("cannot write a temporary folder: {e}")).hint("set TMPDIR to another folder")
     };
     let folder = tempfile::tempdir().map_err(failed)?;
     let (config, kind) = make();
@@ -234,7 +234,7 @@ fn prepared(name: &str, decoder: &Decoder) -> Result<Box<dyn Method>> {
         seed: 0,
     };
     let method = METHODS.iter().find(|method| method.as_str() == name);
-    let unknown = || Error::failed(format!("no method {name}"));
+    let unknown = || Error::internal(format!("no method {name}"));
     method.ok_or_else(unknown)?.prepare(&ask)
 }
 

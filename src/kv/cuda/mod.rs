@@ -49,23 +49,23 @@ impl Shape {
     /// Sizes that the kernels do not support.
     pub fn checked(mut self) -> Result<Self> {
         if self.group == 0 || self.group > MOST_GROUP {
-            return Err(Error::failed(format!(
+            return Err(Error::unsupported(format!(
                 "CUDA: the model has {} query heads per KV head; 1 to {MOST_GROUP} are supported",
                 self.group
             ))
-            .hint("use --device cpu"));
+            .hint("use ⟨device=cpu⟩"));
         }
         if self.head_dim == 0 || self.head_dim > 128 {
-            return Err(Error::failed(format!(
+            return Err(Error::unsupported(format!(
                 "CUDA: the model has a head dimension of {}; 1 to 128 are supported",
                 self.head_dim
             ))
-            .hint("use --device cpu"));
+            .hint("use ⟨device=cpu⟩"));
         }
         self.capacity = self.capacity.next_multiple_of(8).max(8);
         let fits = self.sequences > 0 && self.sequences <= 65_535 && self.kv_heads * self.group <= 65_535;
         if !fits || u32::try_from(self.capacity * 128).is_err() {
-            return Err(Error::failed(format!("CUDA: sizes out of range: {self:?}")));
+            return Err(Error::internal(format!("CUDA: sizes out of range: {self:?}")));
         }
         Ok(self)
     }
@@ -276,10 +276,10 @@ pub struct Rotated<'a> {
 }
 
 fn full(capacity: usize) -> Error {
-    Error::failed(format!(
+    Error::memory(format!(
         "the KV cache on the GPU has room for {capacity} positions only"
     ))
-    .hint("give fewer tokens, or use --device cpu")
+    .hint("give fewer tokens, or use ⟨device=cpu⟩")
 }
 
 /// The chosen positions of each KV head, ascending, between the sinks and the window.
@@ -341,7 +341,7 @@ impl<'d> Selection<'d> {
     pub fn write(&self, lists: &[Vec<u32>]) -> Result<()> {
         if lists.len() != self.listed.len() {
             let (found, expected) = (lists.len(), self.listed.len());
-            return Err(Error::failed(format!(
+            return Err(Error::internal(format!(
                 "CUDA: {found} lists of positions for {expected} KV heads"
             )));
         }

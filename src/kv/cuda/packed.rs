@@ -35,10 +35,10 @@ impl<'d> PackedLayer<'d> {
         let shape = shape.checked()?;
         let (d, heads) = (shape.head_dim, shape.heads());
         if !d.is_multiple_of(8) {
-            return Err(Error::failed(format!(
+            return Err(Error::unsupported(format!(
                 "CUDA: a 2-bit cache needs a head dimension that is a multiple of 8, not {d}"
             ))
-            .hint("use --device cpu"));
+            .hint("use ⟨device=cpu⟩"));
         }
         let rows = heads * shape.capacity;
         let bits = || Buffer::zeros(driver, "2-bit rows", rows * d / 4);

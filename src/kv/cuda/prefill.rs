@@ -51,7 +51,7 @@ pub fn attend(
         && piece.window != Some(0);
     if !fits || queries.len().min(out.len()) < h * m * d {
         let (queries, out) = (queries.len(), out.len());
-        return Err(Error::failed(format!(
+        return Err(Error::internal(format!(
             "CUDA: {queries} queries and {out} outputs for {piece:?} of {shape:?}"
         )));
     }

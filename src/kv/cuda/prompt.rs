@@ -111,7 +111,7 @@ impl<'d> Prompts<'d> {
         to: &Signs<'_>,
     ) -> Result<()> {
         if layout.full > FULL {
-            return Err(Error::failed(format!(
+            return Err(Error::unsupported(format!(
                 "CUDA: {} positions in full precision; up to {FULL} are supported",
                 layout.full
             )));
@@ -210,7 +210,7 @@ impl<'d> Prompts<'d> {
         let sizes = |shape: &Shape| (shape.sequences, shape.kv_heads, shape.head_dim, shape.capacity);
         match sizes(&self.shape) == sizes(other) {
             true => Ok(()),
-            false => Err(Error::failed(format!(
+            false => Err(Error::internal(format!(
                 "CUDA: room for prompts of {:?}, but signs are {other:?}",
                 self.shape
             ))),

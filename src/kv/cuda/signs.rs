@@ -93,10 +93,10 @@ impl<'d> Signs<'d> {
 pub(super) fn check_channels(d: usize) -> Result<()> {
     match d.is_multiple_of(4) {
         true => Ok(()),
-        false => Err(Error::failed(format!(
+        false => Err(Error::unsupported(format!(
             "CUDA: signs need a head dimension that is a multiple of 4, not {d}"
         ))
-        .hint("use --device cpu")),
+        .hint("use ⟨device=cpu⟩")),
     }
 }
 

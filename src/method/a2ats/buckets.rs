@@ -138,7 +138,7 @@ impl DistanceBuckets {
     pub fn check(&self, n_layers: usize) -> Result<()> {
         let Edges(edges) = &self.edges;
         if edges[0] != 0 || !edges.windows(2).all(|pair| pair[0] < pair[1]) {
-            return Err(Error::failed(
+            return Err(Error::damaged(
                 "`sections.a2ats.distance_buckets.edges` do not ascend from 0",
             ));
         }
@@ -147,7 +147,7 @@ impl DistanceBuckets {
         };
         match self.weights.len() == n_layers && self.weights.iter().all(is_share) {
             true => Ok(()),
-            false => Err(Error::failed(
+            false => Err(Error::damaged(
                 "`sections.a2ats.distance_buckets.weights` are not one set of shares per layer",
             )),
         }

@@ -149,7 +149,7 @@ impl HeadCodebook {
         rotation: QueryRotation,
     ) -> Result<Self> {
         let chol_inverse = linalg::invert_lower(chol.mapv(f64::from).view())?
-            .ok_or_else(|| Error::failed("a Cholesky factor is singular").hint("recreate the section"))?;
+            .ok_or_else(|| Error::damaged("a Cholesky factor is singular").hint("recreate the section"))?;
         Ok(Self {
             codewords: Codewords::new(codebook.view()),
             codebook: Codebook::new(codebook),

@@ -47,16 +47,16 @@ impl<'d> Codebooks<'d> {
     pub fn new(driver: &'d dyn Driver, heads: &[HeadConstants<'_>]) -> Result<Self> {
         let (size, d) = heads.first().map_or((0, 0), |head| head.codebook.dim());
         if size == 0 || size > MOST_CODEWORDS {
-            return Err(Error::failed(format!(
+            return Err(Error::unsupported(format!(
                 "CUDA: a codebook of {size} codewords; 1 to {MOST_CODEWORDS} are supported"
             ))
-            .hint("use --device cpu"));
+            .hint("use ⟨device=cpu⟩"));
         }
         if !d.is_multiple_of(8) {
-            return Err(Error::failed(format!(
+            return Err(Error::unsupported(format!(
                 "CUDA: a2ats needs a head dimension that is a multiple of 8, not {d}"
             ))
-            .hint("use --device cpu"));
+            .hint("use ⟨device=cpu⟩"));
         }
         let mut codebook = Vec::with_capacity(heads.len() * size * width(d));
         for row in heads.iter().flat_map(|head| head.codebook.rows()) {

@@ -29,7 +29,7 @@ impl Fit for FitParams {
     }
 
     fn command(&self) -> String {
-        format!("{} --size {}", self.kind().facts().command, self.size)
+        format!("{} ⟨size={}⟩", self.kind().facts().command, self.size)
     }
 
     fn working_bytes(&self, text: &FitText) -> usize {
@@ -90,8 +90,8 @@ impl<'a> HeadRun<'a> {
         let metric = |head: usize| {
             match params.metric {
             FitMetric::QueryAware if moments.count[head] == 0 => {
-                Err(Error::failed("no queries of this head were observed")
-                    .hint("recompute the moments from more text or with a smaller --holdout, so that not everything is held out"))
+                Err(Error::invalid("no queries of this head were observed")
+                    .hint("recompute the moments from more text or with a smaller ⟨holdout⟩, so that not everything is held out"))
             }
             FitMetric::QueryAware => Metric::new(moments.sum_qq.index_axis(Axis(0), head)),
             FitMetric::Plain => Ok(Metric::euclidean(states.sizes.head_dim)),
@@ -163,7 +163,7 @@ impl<'a> HeadRun<'a> {
 
     /// Makes the error that the section cannot hold the values of head `i` of the run.
     fn outliers(&self, i: usize, what: &str) -> Error {
-        let error = Error::failed(what).hint(OUTLIERS);
+        let error = Error::invalid(what).hint(OUTLIERS);
         at(self.states, self.heads.start + i, error)
     }
 

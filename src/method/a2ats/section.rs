@@ -185,7 +185,7 @@ impl FitParams {
     fn check(&self, kept: usize, reporter: &dyn Reporter) -> Result<()> {
         let size = self.size;
         if !(1..=MAX_SIZE).contains(&size) {
-            let message = format!("--size {size} is out of range: expected 1 to {MAX_SIZE}");
+            let message = format!("⟨size={size}⟩ is out of range: expected 1 to {MAX_SIZE}");
             return Err(Error::usage(message));
         }
         if kept < size {
@@ -196,9 +196,9 @@ impl FitParams {
             );
             let hint = match kept / KEYS_PER_CODEWORD {
                 0 => format!("give at least {} of text", counted(KEYS_PER_CODEWORD, "token")),
-                most => format!("give more text, or use a --size of at most {most}"),
+                most => format!("give more text, or use a ⟨size⟩ of at most {most}"),
             };
-            return Err(Error::failed(message).hint(hint));
+            return Err(Error::invalid(message).hint(hint));
         }
         if kept < KEYS_PER_CODEWORD * size {
             let per = kept as f64 / size as f64;
@@ -335,9 +335,9 @@ impl SectionKind for A2atsSection {
             }
             (Positions::Buckets, Position::Own) => {
                 return Err(Error::usage(
-                    "--positions buckets needs keys before rotation; it does not work with standard RoPE",
+                    "⟨positions=buckets⟩ needs keys before rotation; it does not work with standard RoPE",
                 )
-                .hint("omit --rope standard, and moments that were made with it"));
+                .hint("omit ⟨rope=standard⟩, and moments that were made with it"));
             }
         };
         let params = FitParams {
@@ -361,7 +361,7 @@ impl SectionKind for A2atsSection {
             buckets.check(sizes.n_layers)?;
         }
         if !(1..=MAX_SIZE).contains(&m) {
-            return Err(Error::failed("`sections.a2ats.codebook_size` is not valid"));
+            return Err(Error::damaged("`sections.a2ats.codebook_size` is not valid"));
         }
         let (l, g, d) = (sizes.n_layers, sizes.n_kv_heads, sizes.head_dim);
         Ok(vec![

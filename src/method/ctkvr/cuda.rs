@@ -96,7 +96,7 @@ impl<'d> CtkvrWorkspace<'d> {
         let room = longest.saturating_mul(probes).saturating_add(FRESH).min(capacity);
         let is_small = |count: usize| u32::try_from(count).is_ok();
         if heads > 65_535 || !is_small(slots) || !is_small(longest) || !is_small(heads * probes) {
-            return Err(Error::failed(format!(
+            return Err(Error::internal(format!(
                 "CUDA: sizes out of range: {slots} centroids with {longest} positions each for {heads} KV heads"
             )));
         }
@@ -257,7 +257,7 @@ impl<'d> Ctkvr<'d> {
         .launch(self.driver, self.shape.grid(blocks))?;
         let ranked = space.weights.best.selection.ranked.as_ref();
         let ranked =
-            ranked.ok_or_else(|| Error::failed("CUDA: no room for the numbers of ranked positions"))?;
+            ranked.ok_or_else(|| Error::internal("CUDA: no room for the numbers of ranked positions"))?;
         kernels::ListUnion {
             marks: space.marks.ptr(),
             totals: space.totals.ptr(),

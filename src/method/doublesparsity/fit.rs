@@ -66,7 +66,7 @@ impl Fit for DoubleSparsityFit {
             let sums = self.sums(states, &table, kv_head)?;
             if sums.iter().any(|sum| !sum.is_finite()) {
                 let what = format!("KV head {kv_head}: a sum of products is not finite");
-                return Err(Error::failed(what)
+                return Err(Error::invalid(what)
                     .hint("the queries or keys of this head are not finite; check the model and the text"));
             }
             let mut order: Vec<u32> = (0..sums.len() as u32).collect();

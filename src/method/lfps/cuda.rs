@@ -117,7 +117,7 @@ impl<'d> Lfps<'d> {
     ) -> Result<Self> {
         let shape = shape.checked()?;
         if params.lfps_threshold == Threshold::Budget {
-            return Err(Error::failed("CUDA: no thresholds by a budget"));
+            return Err(Error::internal("CUDA: no thresholds by a budget"));
         }
         let (h, d) = (shape.query_heads(), shape.head_dim);
         Ok(Self {
@@ -143,7 +143,7 @@ impl<'d> Lfps<'d> {
         let tables = || own.iter().flat_map(|head| [&head.vertical, &head.slash]);
         let fits = tables().all(|table| table.parts().0.len() <= capacity);
         if heads.len() != self.shape.heads() || own.len() != heads.len() * r || !fits {
-            return Err(Error::failed(format!(
+            return Err(Error::internal(format!(
                 "CUDA: tables of {} heads do not fit {:?}",
                 own.len(),
                 self.shape

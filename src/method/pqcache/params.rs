@@ -21,7 +21,7 @@ impl PqCacheParams {
         }
         let groups = self.pq_groups;
         Err(Error::usage(format!(
-            "--pq-groups {groups} does not divide the {d} channels of a head"
+            "⟨pq_groups={groups}⟩ does not divide the {d} channels of a head"
         ))
         .hint(format!("choose a divisor of {d}, such as 2 or 4")))
     }

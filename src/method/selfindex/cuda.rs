@@ -30,7 +30,7 @@ impl<'d> SelfIndex<'d> {
     pub fn new(driver: &'d dyn Driver, shape: Shape, limits: &Limits, centroids: &[f32]) -> Result<Self> {
         let index = Self::empty(driver, shape, limits)?;
         if centroids.len() != index.centroids.len() {
-            return Err(Error::failed(format!(
+            return Err(Error::internal(format!(
                 "CUDA: {} values of centroids do not fit {:?}",
                 centroids.len(),
                 index.best.shape

@@ -110,7 +110,7 @@ impl SignFit {
         for (((head, sums), alpha), mean_pre) in heads.zip(sums).zip(alpha.rows()).zip(mean_pre) {
             let (centroids, counts) = centroids(sums);
             if centroids.iter().any(|v| !v.is_finite()) {
-                return Err(Error::failed("a sign centroid is outside the range of f16")
+                return Err(Error::invalid("a sign centroid is outside the range of f16")
                     .hint("the keys of this head have extreme outliers; check the model and the text"));
             }
             part.put(CENTROID, &centroids);

@@ -33,7 +33,7 @@ struct CenterParams {
 /// Returns the centre around which a section's signs were taken.
 pub fn calibrated_center(params: &Map<String, Value>) -> Result<Center> {
     let params: CenterParams = parse("sections.sign", params)?;
-    Center::named(&params.center).ok_or_else(|| Error::failed("`sections.sign.center` is not valid"))
+    Center::named(&params.center).ok_or_else(|| Error::damaged("`sections.sign.center` is not valid"))
 }
 
 /// How many heads are listed at most.

@@ -93,7 +93,7 @@ impl TailFit {
         states.rope.rotate_blocks(&mut keys, states.block_start)?;
         let values = (states.values)(kv_head)?;
         if keys.dim() != values.dim() {
-            return Err(Error::failed(
+            return Err(Error::internal(
                 "internal: a fit reads values that it did not ask for",
             ));
         }

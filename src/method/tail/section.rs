@@ -120,7 +120,7 @@ impl SectionKind for TailSection {
         &Facts {
             name: SECTION,
             command: "tail",
-            about: "Fit the tails (for --tail) to a dump with queries and values",
+            about: "Fit the tails (for ⟨tail⟩) to a dump with queries and values",
             stage: "tails",
             moments: MomentsRead::Nothing,
             reads_queries: true,
@@ -139,7 +139,7 @@ impl SectionKind for TailSection {
         let sample = Sample::new(input.block_start, input.kept);
         if sample.n_kept() == 0 {
             input.reporter.warn(&format!(
-                "the blocks are too short for tails, so no head gets one; give documents of more than {} tokens, or a larger --seq-len",
+                "the blocks are too short for tails, so no head gets one; give documents of more than {} tokens, or a larger ⟨seq_len⟩",
                 SINKS + WINDOW
             ));
         }
@@ -152,7 +152,7 @@ impl SectionKind for TailSection {
     fn specs(&self, params: &Map<String, Value>, sizes: Sizes) -> Result<Vec<Spec>> {
         let params: TailParams = parse("sections.tail", params)?;
         if params.shifts.is_empty() || !params.shifts.is_sorted() {
-            return Err(Error::failed("`sections.tail.shifts` is invalid")
+            return Err(Error::damaged("`sections.tail.shifts` is invalid")
                 .hint("recreate the section with this version of kvsmith"));
         }
         let shape = [sizes.n_layers, sizes.n_heads];

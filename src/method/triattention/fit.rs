@@ -69,7 +69,7 @@ impl Fit for TriAttentionFit {
                     .any(|[re, im, abs]| !(re.hypot(*im) + abs).is_finite())
                 {
                     let what = format!("query head {query_head}: a mean of the queries is not finite");
-                    return Err(Error::failed(what)
+                    return Err(Error::invalid(what)
                         .hint("the queries of this head are not finite; check the model and the text"));
                 }
                 let pairs: Vec<f32> = means

@@ -158,7 +158,7 @@ impl HeadCodebook {
         rotation: ArrayView2<f32>,
     ) -> Result<Self> {
         let (_, m, _, dim) = words.dim();
-        let singular = || Error::failed("a Cholesky factor is singular").hint("recreate the section");
+        let singular = || Error::damaged("a Cholesky factor is singular").hint("recreate the section");
         let inverse = linalg::invert_lower(chol.mapv(f64::from).view())?.ok_or_else(singular)?;
         // With z = (k - mean) L V, q (k - mean)^T = q L^-T V z^T. Every step reads this map, whatever the context.
         let query_map = inverse.t().dot(&rotation.mapv(f64::from));

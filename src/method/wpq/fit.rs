@@ -83,8 +83,8 @@ impl<'a> HeadFit<'a> {
     fn new(params: &'a WpqParams, states: &'a LayerStates, head: usize) -> Result<Self> {
         let moments = states.moments()?;
         if moments.count[head] == 0 {
-            return Err(Error::failed("no queries of this head were observed")
-                .hint("recreate the dump from more text or with a smaller --holdout, so that not everything is held out"));
+            return Err(Error::invalid("no queries of this head were observed")
+                .hint("recreate the dump from more text or with a smaller ⟨holdout⟩, so that not everything is held out"));
         }
         let metric =
             Metric::new(moments.sum_qq.index_axis(Axis(0), head)).map_err(|e| e.or_hint(OUTLIERS))?;
@@ -128,7 +128,7 @@ impl<'a> HeadFit<'a> {
         let described: f64 = self.rows[0].iter().map(|x| f64::from(*x).powi(2)).sum();
         let variance = (described + self.left_out[0]) / n as f64;
         if !variance.is_finite() {
-            return Err(Error::failed("a whitened key is NaN or infinite").hint(OUTLIERS));
+            return Err(Error::invalid("a whitened key is NaN or infinite").hint(OUTLIERS));
         }
         let (mut words, mut last) = (Vec::new(), StageDone::default());
         for stage in 0..STAGES {
@@ -229,10 +229,10 @@ fn directions(states: &LayerStates, keys: ArrayView2<f32>, metric: &Metric) -> R
     let whitened = chol.t().dot(&moment.index_axis(Axis(0), 0)).dot(&chol);
     let whitened = (&whitened + &whitened.t()) * 0.5;
     if !whitened.iter().all(|v| v.is_finite()) {
-        return Err(Error::failed("the second moment of the keys is not finite").hint(OUTLIERS));
+        return Err(Error::invalid("the second moment of the keys is not finite").hint(OUTLIERS));
     }
     let (_, vectors) = linalg::eigen(whitened.view())?
-        .ok_or_else(|| Error::failed("the eigenvectors of the whitened keys did not converge"))?;
+        .ok_or_else(|| Error::invalid("the eigenvectors of the whitened keys did not converge"))?;
     let d = vectors.nrows();
     let mut out = Array2::zeros((d, d));
     for (i, mut column) in out.columns_mut().into_iter().enumerate() {
@@ -280,7 +280,7 @@ fn stored(fits: &[KMeansFit], words: usize, dim: usize) -> Result<Array3<f32>> {
         }
     }
     if stored.iter().any(|v: &f32| !v.is_finite()) {
-        return Err(Error::failed("a codeword is outside the range of f16").hint(OUTLIERS));
+        return Err(Error::invalid("a codeword is outside the range of f16").hint(OUTLIERS));
     }
     Ok(stored)
 }

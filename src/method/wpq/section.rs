@@ -226,12 +226,12 @@ impl SectionKind for WpqSection {
     fn fit(&self, values: Map<String, Value>, input: &FitInput) -> Result<Box<dyn Fit>> {
         let params = WpqFitParams::from_values(values)?;
         if params.wpq_directions == Some(0) {
-            return Err(Error::usage("--wpq-directions 0 would describe nothing of a key")
+            return Err(Error::usage("⟨wpq_directions=0⟩ would describe nothing of a key")
                 .hint("give at least 1, or leave it out"));
         }
         let params = params.stored(input.head_dim, input.seed).ok_or_else(|| {
-            Error::usage("--wpq-bits none would make no section")
-                .hint("give the bits per key: --wpq-bits 16, 32 or 64")
+            Error::usage("⟨wpq_bits=none⟩ would make no section")
+                .hint("give the bits per key: ⟨wpq_bits=16⟩, 32 or 64")
         })?;
         Ok(Box::new(WpqFit { params }))
     }
@@ -244,7 +244,7 @@ impl SectionKind for WpqSection {
         let p: WpqParams = parse("sections.wpq", params)?;
         let (l, g, d) = (sizes.n_layers, sizes.n_kv_heads, sizes.head_dim);
         if !p.is_valid(d) {
-            return Err(Error::failed(
+            return Err(Error::damaged(
                 "`sections.wpq` has `bits`, `words` or `directions` that are not valid",
             ));
         }

@@ -20,7 +20,7 @@ fn read(c: &Fields, model: &mut ModelConfig) -> Result<()> {
         let found = c.number_or(name, 1.0)?;
         let is_valid = (1e-6..=1e6).contains(&found);
         is_valid.then_some(found).ok_or_else(|| {
-            Error::failed(format!("{name} {found} is out of range")).hint("factors are from 1e-6 to 1e6")
+            Error::invalid(format!("{name} {found} is out of range")).hint("factors are from 1e-6 to 1e6")
         })
     };
     model.multipliers = Multipliers {

@@ -28,7 +28,7 @@ fn read(c: &Fields, model: &mut ModelConfig) -> Result<()> {
     let count = c.size_opt("num_experts")?.unwrap_or(128);
     let active = c.size_opt("num_experts_per_tok")?.unwrap_or(8);
     if count > MOST_EXPERTS || active > count {
-        return Err(Error::failed(format!(
+        return Err(Error::unsupported(format!(
             "{active} of {count} experts per token are not supported"
         ))
         .hint(format!(
@@ -58,5 +58,5 @@ fn plain_layers(c: &Fields) -> Result<Vec<u64>> {
     let layers = given
         .as_array()
         .and_then(|of| of.iter().map(Value::as_u64).collect());
-    layers.ok_or_else(|| Error::failed("`mlp_only_layers` is not a list of layers"))
+    layers.ok_or_else(|| Error::invalid("`mlp_only_layers` is not a list of layers"))
 }

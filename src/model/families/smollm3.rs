@@ -52,7 +52,7 @@ fn rotates(c: &Fields, n: usize) -> Result<Vec<bool>> {
         given.iter().map(flag).collect()
     });
     flags.filter(|flags| flags.len() >= n).ok_or_else(|| {
-        Error::failed(format!(
+        Error::invalid(format!(
             "`no_rope_layers` is not a list of zeros and ones for all {n} layers"
         ))
     })

@@ -72,11 +72,16 @@ impl Gguf {
     /// Returns a vector or matrix by its name in the file.
     pub(super) fn weight_of(&self, name: &str) -> Result<Weight> {
         let place = self.tensors.get(name);
-        let place = place.ok_or_else(|| Error::failed(format!("there is no tensor `{name}`")))?;
+        let place = place.ok_or_else(|| Error::damaged(format!("there is no tensor `{name}`")))?;
         let (cols, rows) = match &place.shape[..] {
             [n] => (*n, 1),
             [rows, cols] => (*cols, *rows),
-            shape => return Err(Error::failed(format!("tensor `{name}` has {} axes", shape.len()))),
+            shape => {
+                return Err(Error::damaged(format!(
+                    "tensor `{name}` has {} axes",
+                    shape.len()
+                )));
+            }
         };
         Ok(Weight {
             file: self.shard(),

@@ -67,7 +67,7 @@ impl Gguf {
     pub fn tokenizer_json(&self) -> Result<Vec<u8>> {
         let wrong = |what: &str| {
             self.unsupported(what)
-                .hint("give token ids with --tokens instead of text")
+                .hint("give token ids with ⟨tokens⟩ instead of text")
         };
         let tokens = self.list("tokenizer.ggml.tokens").and_then(|each| {
             let texts = each.iter().map(Value::as_str);
@@ -170,7 +170,7 @@ impl Gguf {
                         "the tokenizer's rule for words, `{other}`, is not supported"
                     ))
                     .hint(format!(
-                        "supported: {}; or give token ids with --tokens instead of text",
+                        "supported: {}; or give token ids with ⟨tokens⟩ instead of text",
                         WORDS.join(", ")
                     )));
             }

@@ -142,7 +142,7 @@ impl RopeConfig {
         let s = Fields { map };
         let kind = rope_type(&s, name)?;
         if s.number_or("partial_rotary_factor", 1.0)? != 1.0 {
-            return Err(Error::failed(format!(
+            return Err(Error::unsupported(format!(
                 "`{name}.partial_rotary_factor` other than 1 is not supported"
             )));
         }
@@ -151,7 +151,7 @@ impl RopeConfig {
             None => c.number_or("rope_theta", default)?,
         };
         if !(theta.is_finite() && theta > 1.0) {
-            return Err(Error::failed(format!("rope_theta {theta} is out of range")));
+            return Err(Error::invalid(format!("rope_theta {theta} is out of range")));
         }
         let positive = |field: &str| {
             let wrong = match s.number_opt(field)? {
@@ -159,7 +159,7 @@ impl RopeConfig {
                 Some(v) => format!("`{name}.{field}` = {v} is out of range"),
                 None => format!("`{name}.{field}` is missing (rope type `{kind}`)"),
             };
-            Err(Error::failed(wrong))
+            Err(Error::invalid(wrong))
         };
         let scaling = match kind {
             "default" => RopeScaling::Default,
@@ -169,7 +169,7 @@ impl RopeConfig {
             "llama3" => {
                 let (low, high) = (positive("low_freq_factor")?, positive("high_freq_factor")?);
                 if high <= low {
-                    return Err(Error::failed(format!(
+                    return Err(Error::invalid(format!(
                         "`{name}`: high_freq_factor {high} must be above low_freq_factor {low}"
                     )));
                 }
@@ -182,7 +182,7 @@ impl RopeConfig {
             }
             "yarn" => yarn(&s, positive("factor")?, max_position)?,
             other => {
-                let error = Error::failed(format!("rope type `{other}` is not supported"));
+                let error = Error::unsupported(format!("rope type `{other}` is not supported"));
                 return Err(error.hint(format!("supported: {}", SUPPORTED_ROPES.join(", "))));
             }
         };
@@ -202,10 +202,10 @@ fn settings<'a>(c: &Fields<'a>) -> Result<(&'static str, Option<&'a Map<String, 
     };
     let map = value
         .as_object()
-        .ok_or_else(|| Error::failed(format!("`{name}` is not an object")))?;
+        .ok_or_else(|| Error::invalid(format!("`{name}` is not an object")))?;
     match map.iter().find(|(_, v)| v.is_object()) {
         None => Ok((name, Some(map))),
-        Some((layer_type, _)) => Err(Error::failed(format!(
+        Some((layer_type, _)) => Err(Error::unsupported(format!(
             "`{name}` sets a rope per layer type (`{layer_type}`), which is not supported"
         ))
         .hint("supported: one rope for all layers")),
@@ -217,14 +217,14 @@ fn rope_type<'a>(s: &Fields<'a>, name: &str) -> Result<&'a str> {
     let value = match (s.present("rope_type"), s.present("type")) {
         (Some(a), Some(b)) if a != b => {
             return Err(
-                Error::failed(format!("`{name}` says both `rope_type`: {a} and `type`: {b}"))
+                Error::invalid(format!("`{name}` says both `rope_type`: {a} and `type`: {b}"))
                     .hint("remove the type with which the model was not trained"),
             );
         }
         (Some(v), _) | (None, Some(v)) => v,
         (None, None) => return Ok("default"),
     };
-    let wrong = || Error::failed(format!("`{name}.rope_type` is not a string"));
+    let wrong = || Error::invalid(format!("`{name}.rope_type` is not a string"));
     value.as_str().ok_or_else(wrong)
 }
 
@@ -255,13 +255,13 @@ fn yarn(s: &Fields, factor: f64, max_position: usize) -> Result<RopeScaling> {
         ("attention_factor", attention_factor),
     ] {
         if !(value.is_finite() && value > 0.0) {
-            return Err(Error::failed(format!(
+            return Err(Error::invalid(format!(
                 "yarn rope: `{name}` = {value} is out of range"
             )));
         }
     }
     if beta_fast < beta_slow {
-        return Err(Error::failed(format!(
+        return Err(Error::invalid(format!(
             "yarn rope: beta_fast {beta_fast} is below beta_slow {beta_slow}"
         )));
     }

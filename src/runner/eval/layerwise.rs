@@ -49,7 +49,7 @@ impl Passage {
     fn check(&self) -> Result<()> {
         match self.steps > 0 && self.steps < self.ids.len() {
             true => Ok(()),
-            false => Err(Error::failed(format!(
+            false => Err(Error::invalid(format!(
                 "a block of {} tokens is too short for {} decode steps after a prompt",
                 self.ids.len(),
                 self.steps
@@ -253,7 +253,7 @@ impl Layerwise<'_> {
         };
         for &step in asked {
             let next = run.passage.ids.get(run.passage.first() + step + 1);
-            let next = next.ok_or_else(|| Error::failed("internal: a step has no next token"))?;
+            let next = next.ok_or_else(|| Error::internal("internal: a step has no next token"))?;
             let logits = self.logits(run, own, step)?;
             let is_right = |row: ArrayView1<f32>| top(row) == *next as usize;
             let right: Vec<bool> = logits.outer_iter().map(is_right).collect();
@@ -269,7 +269,7 @@ impl Layerwise<'_> {
         let mut reports = std::mem::take(&mut run.reports);
         let n_layers = self.decoder().config.n_layers();
         let own = run.own.as_ref();
-        let own = own.ok_or_else(|| Error::failed("internal: no trajectories of the variants"))?;
+        let own = own.ok_or_else(|| Error::internal("internal: no trajectories of the variants"))?;
         for (step, shares) in run.shares.iter().enumerate() {
             let logits = self.logits(&run, own, step)?;
             let logits: Vec<Array1<f32>> = logits.outer_iter().map(|row| row.to_owned()).collect();

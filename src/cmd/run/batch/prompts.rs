@@ -86,8 +86,10 @@ impl Prompts {
     /// The file cannot be read, no line can be answered, an interrupt.
     pub fn read(path: &Path, args: &Args, decoder: &Decoder) -> Result<Self> {
         let text = std::fs::read_to_string(path).map_err(|e| match e.kind() {
-            std::io::ErrorKind::InvalidData => Error::failed(format!("{} is not UTF-8 text", path.display()))
-                .hint("convert it to UTF-8, for example with iconv"),
+            std::io::ErrorKind::InvalidData => {
+                Error::invalid(format!("{} is not UTF-8 text", path.display()))
+                    .hint("convert it to UTF-8, for example with iconv")
+            }
             _ => Error::io(path, "read", &e),
         })?;
         let text = text.strip_prefix('\u{feff}').unwrap_or(&text);
@@ -119,9 +121,8 @@ impl Prompts {
         if all.is_empty() {
             let why = skipped.first().map_or(String::new(), |why| format!(": {why}"));
             let what = format!("{} has no line that can be answered{why}", path.display());
-            return Err(
-                Error::failed(what).hint(r#"give lines such as {"id": "a", "prompt": "...", "max_new": 64}"#)
-            );
+            return Err(Error::invalid(what)
+                .hint(r#"give lines such as {"id": "a", "prompt": "...", "max_new": 64}"#));
         }
         Ok(Self {
             all,
@@ -181,7 +182,7 @@ impl Reader<'_> {
             // There is one line.
             let text = e.to_string();
             let what = text.strip_suffix(&format!(" at line {} column {}", e.line(), e.column()));
-            Error::failed(match what {
+            Error::invalid(match what {
                 Some(what) => format!("{what} (column {})", e.column()),
                 None => text,
             })
@@ -189,14 +190,14 @@ impl Reader<'_> {
         let id = line.id.unwrap_or_else(|| number.into());
         let is_whole = |n: &Number| n.is_u64() || n.is_i64();
         if !id.is_string() && !id.as_number().is_some_and(is_whole) {
-            return Err(Error::failed(
+            return Err(Error::invalid(
                 "`id` is neither a string nor a whole number of 64 bits",
             ));
         }
         let ids = match (line.prompt, line.messages) {
-            (Some(text), None) if text.is_empty() => return Err(Error::failed("the prompt is empty")),
+            (Some(text), None) if text.is_empty() => return Err(Error::invalid("the prompt is empty")),
             (None, Some(messages)) if messages.is_empty() => {
-                return Err(Error::failed("there are no messages"));
+                return Err(Error::invalid("there are no messages"));
             }
             (Some(text), None) => {
                 self.plain += 1;
@@ -211,20 +212,20 @@ impl Reader<'_> {
                 let text = self.template()?.render(&messages, true)?;
                 self.tokenizer.encode_raw(&text)?
             }
-            _ => return Err(Error::failed("give either `prompt` or `messages`")),
+            _ => return Err(Error::invalid("give either `prompt` or `messages`")),
         };
         if ids.is_empty() {
-            return Err(Error::failed("the prompt has no tokens"));
+            return Err(Error::invalid("the prompt has no tokens"));
         }
         self.decoder.check_ids(&ids)?;
         if ids.len() > self.most {
             let (n, most) = (ids.len(), self.most);
-            return Err(Error::failed(format!(
+            return Err(Error::invalid(format!(
                 "the prompt has {n} tokens, more than the model's context of {most} tokens"
             )));
         }
         if !self.seen.insert(id.to_string()) {
-            return Err(Error::failed(format!("another line has the id {id}")));
+            return Err(Error::invalid(format!("another line has the id {id}")));
         }
         Ok(Prompt {
             id,
@@ -239,6 +240,6 @@ impl Reader<'_> {
             found.ok_or_else(|| "`messages` need a chat template, and the model has none".to_owned())
         };
         let template = self.template.get_or_insert_with(open);
-        template.as_ref().map_err(|why| Error::failed(why.as_str()))
+        template.as_ref().map_err(|why| Error::invalid(why.as_str()))
     }
 }

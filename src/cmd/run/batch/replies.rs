@@ -76,14 +76,14 @@ impl Replies {
         replies.file.read(&mut |line| {
             n += 1;
             let reply: Reply = serde_json::from_str(line).map_err(|e| {
-                Error::failed(format!("{shown}, line {n}: {e}"))
+                Error::invalid(format!("{shown}, line {n}: {e}"))
                     .hint("the file was changed; choose another name, or add --overwrite to replace it")
             })?;
             done.insert(reply.id.to_string(), reply.prompt_digest);
             Ok(())
         })?;
         if earlier.as_ref() != Some(settings) {
-            let text = serde_json::to_string_pretty(settings).map_err(|e| Error::failed(e.to_string()))?;
+            let text = serde_json::to_string_pretty(settings).map_err(|e| Error::invalid(e.to_string()))?;
             Output::create(&beside)?.finish((text + "\n").as_bytes())?;
         }
         Ok(replies)
@@ -101,7 +101,7 @@ impl Replies {
                     "the output has a reply to another prompt, or with another `max_new`, of the id {}",
                     prompt.id
                 );
-                return Err(Error::failed(what)
+                return Err(Error::mismatch(what)
                     .hint("give the changed prompt another id, choose another output, or add --overwrite"));
             }
         }
@@ -115,7 +115,7 @@ impl Replies {
     /// # Errors
     /// The disk is full, or fails.
     pub fn add(&mut self, reply: &Reply) -> Result<()> {
-        let line = serde_json::to_string(reply).map_err(|e| Error::failed(e.to_string()))?;
+        let line = serde_json::to_string(reply).map_err(|e| Error::invalid(e.to_string()))?;
         self.file.add(&line)
     }
 }

@@ -22,7 +22,7 @@ pub fn compile(capability: (i32, i32)) -> Result<Vec<u8>> {
         return Err(Error::device(
             "CUDA: kvsmith was built without nvcc, and NVRTC (libnvrtc) is not available to compile the kernels",
         )
-        .hint("build kvsmith with nvcc (`make cuda all` fetches one), install NVRTC, or use --device cpu"));
+        .hint("build kvsmith with nvcc (`make cuda all` fetches one), install NVRTC, or use ⟨device=cpu⟩"));
     }
     let source = CString::new(kernels::SOURCE).map_err(|e| Error::device(e.to_string()))?;
     let program =
@@ -69,5 +69,5 @@ fn machine_code(program: nvrtcProgram, capability: (i32, i32)) -> Result<Vec<u8>
 
 fn failed(what: &str, e: NvrtcError) -> Error {
     Error::device(format!("CUDA: NVRTC {what} ({:?})", e.0))
-        .hint("build kvsmith with nvcc (`make cuda all` fetches one), or use --device cpu")
+        .hint("build kvsmith with nvcc (`make cuda all` fetches one), or use ⟨device=cpu⟩")
 }

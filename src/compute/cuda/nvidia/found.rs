@@ -7,7 +7,7 @@ use super::{attribute, failed};
 use crate::error::{Error, Result};
 
 /// The hint of errors that say that CUDA is not available.
-const HINT: &str = "install the NVIDIA driver (`nvidia-smi` shows whether it works), or use --device cpu";
+const HINT: &str = "install the NVIDIA driver (`nvidia-smi` shows whether it works), or use ⟨device=cpu⟩";
 /// The oldest compute capability that the kernels run on: they need asynchronous copies and m16n8k16 products.
 const OLDEST: (i32, i32) = (8, 0);
 
@@ -53,7 +53,7 @@ impl Found {
             return Err(Error::device(format!(
                 "CUDA: {name} has compute capability {major}.{minor}; kvsmith needs 8.0 or later"
             ))
-            .hint("use --device wgpu or --device cpu"));
+            .hint("use ⟨device=wgpu⟩ or ⟨device=cpu⟩"));
         }
         let (of_major, of_minor) = version()?;
         Ok(Self {

@@ -153,14 +153,14 @@ impl Products {
     /// Starts a product.
     pub fn multiply(&self, product: &Product) -> Result<()> {
         let size = |n: usize| {
-            c_int::try_from(n).map_err(|_| Error::failed(format!("CUDA: a product with a side of {n}")))
+            c_int::try_from(n).map_err(|_| Error::internal(format!("CUDA: a product with a side of {n}")))
         };
         let (m, n, k) = (size(product.m)?, size(product.n)?, size(product.k)?);
         let kind = if product.is_bfloat { BF16 } else { F16 };
         let (one, add) = (1.0f32, if product.accumulate { 1.0f32 } else { 0.0 });
         let at = |address: u64| address as *const c_void;
         let handle = self.handle.lock();
-        let handle = handle.map_err(|_| Error::failed("CUDA: an earlier product ended badly"))?;
+        let handle = handle.map_err(|_| Error::internal("CUDA: an earlier product ended badly"))?;
         // cuBLAS's matrices are column-major: our row-major out `[m,n]` is, to cuBLAS, out^T = W x^T.
         // SAFETY: the addresses are those of live buffers with as many values, as `linear` checked.
         let status = unsafe {

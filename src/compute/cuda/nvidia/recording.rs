@@ -117,7 +117,7 @@ impl Recordings {
     /// one, and returns its number.
     pub fn end(&mut self, context: CUcontext) -> Result<u64> {
         let launches = self.noting.remove(&thread::current().id());
-        let launches = launches.ok_or_else(|| Error::failed("CUDA: no launches were recorded"))?;
+        let launches = launches.ok_or_else(|| Error::internal("CUDA: no launches were recorded"))?;
         let graph = Graph::of(launches, context, self.kernels_wait && version() >= OVERLAPPING)?;
         self.next += 1;
         self.graphs.insert(self.next, graph);
@@ -127,7 +127,7 @@ impl Recordings {
     /// Starts the launches of a recording.
     pub fn replay(&self, number: u64) -> Result<()> {
         let graph = self.graphs.get(&number);
-        let graph = graph.ok_or_else(|| Error::failed(format!("CUDA: no recording {number}")))?;
+        let graph = graph.ok_or_else(|| Error::internal(format!("CUDA: no recording {number}")))?;
         // SAFETY: made in `Graph::of` and not destroyed before it leaves the map.
         unsafe { result::graph::launch(graph.started, ptr::null_mut()) }
             .map_err(|e| failed("recorded launches did not start", e))

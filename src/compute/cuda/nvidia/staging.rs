@@ -214,5 +214,5 @@ fn copy(from: &[u8], to: &mut [u8]) {
 }
 
 fn broken() -> Error {
-    Error::failed("CUDA: an earlier copy ended badly")
+    Error::internal("CUDA: an earlier copy ended badly")
 }

@@ -89,7 +89,7 @@ impl<'a> Layer<'a> {
             shape,
             kv: setting.kv,
         };
-        let without = || Error::failed("CUDA: a method without an index on the device");
+        let without = || Error::internal("CUDA: a method without an index on the device");
         let index = method.cuda().ok_or_else(without)?.indexes(at, &[limits])?;
         let index = index.into_iter().next().ok_or_else(without)?;
         let mut cache = LayerCache::new(driver, shape, setting.kv)?;
@@ -164,7 +164,7 @@ impl<'a> Layer<'a> {
             })?;
             last = Some(part);
         }
-        let last = last.ok_or_else(|| Error::failed("a prompt without parts"))?;
+        let last = last.ok_or_else(|| Error::internal("a prompt without parts"))?;
         let queries = Queries {
             rows: &last.queries,
             m: last.m,
@@ -196,5 +196,5 @@ fn rows_of<'s, 'd>(
     context: Option<&'s (LayerRows<'d>, Positions<'d>)>,
 ) -> Result<&'s LayerRows<'d>> {
     let rows = context.map(|(rows, _)| rows).or(cache.plain());
-    rows.ok_or_else(|| Error::failed("a prompt without rows"))
+    rows.ok_or_else(|| Error::internal("a prompt without rows"))
 }

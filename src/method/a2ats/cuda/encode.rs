@@ -130,7 +130,7 @@ impl A2ats<'_> {
     ) -> Result<()> {
         let (shape, own) = (&self.shape, &encoder.shape);
         if (own.sequences, own.kv_heads, own.head_dim) != (shape.sequences, shape.kv_heads, shape.head_dim) {
-            return Err(Error::failed(format!(
+            return Err(Error::internal(format!(
                 "CUDA: an encoder for {own:?}, but keys are {shape:?}"
             )));
         }

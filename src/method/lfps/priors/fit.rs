@@ -287,7 +287,7 @@ fn fit_head(head: &SampledHead) -> Result<HeadFit> {
     if slash.iter().chain(&vert).chain(&scalars).all(|v| v.is_finite()) {
         return Ok(HeadFit { slash, vert, scalars });
     }
-    Err(Error::failed("a score is NaN or infinite")
+    Err(Error::invalid("a score is NaN or infinite")
         .hint("the keys or queries of this head have extreme outliers; check the model and the text"))
 }
 

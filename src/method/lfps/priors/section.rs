@@ -105,7 +105,7 @@ fn warn_if_short(sample: &Sample, reporter: &dyn Reporter) {
         _ => return,
     };
     reporter.warn(&format!(
-        "the blocks are too short for LFPS, so {missing} neutral; give longer documents or a larger --seq-len"
+        "the blocks are too short for LFPS, so {missing} neutral; give longer documents or a larger ⟨seq_len⟩"
     ));
 }
 
@@ -143,7 +143,7 @@ impl SectionKind for LfpsSection {
         }
         for (name, value) in manifest()? {
             if params.get(&name) != Some(&value) {
-                return Err(Error::failed(format!("`sections.lfps.{name}` is not valid"))
+                return Err(Error::damaged(format!("`sections.lfps.{name}` is not valid"))
                     .hint("recreate the section with this version of kvsmith"));
             }
         }

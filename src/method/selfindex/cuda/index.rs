@@ -65,7 +65,7 @@ impl SignIndex<'_> {
         match (&self.signs, cache) {
             (Some(signs), _) => Ok(signs),
             (None, Some(LayerCache::Packed(rows))) => Ok(&rows.signs),
-            _ => Err(Error::failed("CUDA: no signs of keys")),
+            _ => Err(Error::internal("CUDA: no signs of keys")),
         }
     }
 }
@@ -78,7 +78,7 @@ impl CudaIndex for SignIndex<'_> {
     fn end_of_prompt(&self, prompt: &WholePrompt<'_>) -> Result<()> {
         let prompts = prompt
             .prompts
-            .ok_or_else(|| Error::failed("CUDA: no room for signs of a prompt"))?;
+            .ok_or_else(|| Error::internal("CUDA: no room for signs of a prompt"))?;
         let (rows, positions) = (prompt.rows, prompt.positions);
         if let Some(signs) = &self.signs {
             prompts.signs(rows, prompt.queries, self.layout, positions, signs)?;

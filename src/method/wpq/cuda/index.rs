@@ -57,7 +57,7 @@ impl CudaIndex for Wpq<'_> {
     }
 
     fn select(&self, step: &CudaStep<'_>) -> Result<Option<&Selection<'_>>> {
-        let without = || Error::failed("CUDA: wpq needs the cache's rows on the device");
+        let without = || Error::internal("CUDA: wpq needs the cache's rows on the device");
         let cache = step.cache.ok_or_else(without)?;
         Wpq::select(self, step.queries.rope, cache, step.positions).map(Some)
     }

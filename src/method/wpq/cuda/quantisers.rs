@@ -69,10 +69,10 @@ impl Sizes {
             && self.groups * self.dim <= 128;
         match is_supported {
             true => Ok(()),
-            false => Err(Error::failed(format!(
+            false => Err(Error::unsupported(format!(
                 "CUDA: product quantisers that are not supported: {self:?}"
             ))
-            .hint("use --device cpu")),
+            .hint("use ⟨device=cpu⟩")),
         }
     }
 }
@@ -104,11 +104,11 @@ impl<'d> Quantisers<'d> {
     /// # Errors
     /// Sizes that differ or that the kernels do not support; out of memory.
     pub fn new(driver: &'d dyn Driver, heads: &[&HeadCodebook]) -> Result<Self> {
-        let none = || Error::failed("CUDA: no product quantiser");
+        let none = || Error::internal("CUDA: no product quantiser");
         let sizes = Sizes::of(heads.first().ok_or_else(none)?);
         sizes.check()?;
         if let Some(other) = heads.iter().find(|head| Sizes::of(head) != sizes) {
-            return Err(Error::failed(format!(
+            return Err(Error::internal(format!(
                 "CUDA: product quantisers of {sizes:?} and {:?}",
                 Sizes::of(other)
             )));
