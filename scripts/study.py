@@ -82,7 +82,7 @@ class Study(Lab):
         self.main = self.calibrated(self.corpus_of_main)
 
     def valid(self, work):
-        return self.blocks(work, BLOCK, self.arguments.blocks)
+        return self.blocks(work, BLOCK, self.arguments.blocks // len(WORKS))
 
     def mixture(self, tokens, block):
         """Return the artifact calibrated on `tokens` tokens of the mixture in blocks of at most `block` tokens."""
@@ -172,6 +172,21 @@ def across(study, title, artifacts):
     return [row for work in WORKS for row in study.losses(title, artifacts, work, METHODS, flags=OFFLINE.split())]
 
 
+def over_works(rows):
+    """Return one row for each index, with the losses on the blocks of all works, in the order of WORKS, and the mean of each work."""
+    found = {}
+    for row in rows:
+        found.setdefault((row["method"], row["index"]), {})[row["work"]] = row
+    merged = []
+    for each in found.values():
+        each = [each[work] for work in WORKS]
+        losses = [loss for row in each for loss in row["kl_by_block"]]
+        merged.append({key: value for key, value in each[0].items() if key != "work"} | {
+            "kl": float(np.mean(losses)), "kl_by_block": losses, "kl_by_work": {row["work"]: row["kl"] for row in each},
+            "bytes_read_fraction": float(np.average([row["bytes_read_fraction"] for row in each], weights=[len(row["kl_by_block"]) for row in each]))})
+    return merged
+
+
 PARTS = {"pays": pays, "domains": domains, "lengths": lengths}
 
 
@@ -179,7 +194,7 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("kvsmith", type=Path, help="the program")
     parser.add_argument("real", type=Path, help="the folder that `make real` made")
-    parser.add_argument("--blocks", type=int, default=20, help="maximum number of blocks per validation text")
+    parser.add_argument("--blocks", type=int, default=20, help="blocks of validation text, as many of each work")
     parser.add_argument("--decode", type=int, default=24, help="decode steps per block")
     parser.add_argument("--only", default=",".join(PARTS), help="parts to measure")
     arguments = parser.parse_args()
@@ -188,7 +203,7 @@ def main():
     main_fit = dict(study.fits)
     for part in arguments.only.split(","):
         study.fits = dict(main_fit)
-        rows = PARTS[part](study)
+        rows = over_works(PARTS[part](study))
         fits = {name: fit for name, fit in study.fits.items() if not name.startswith("prompt-")}
         documents.save(f"study-{part}", {"table": f"study-{part}", "program": study.commit(), "text": "validation", "length": BLOCK,
                                          "calibration": fits, "budgets": study.budgets, "rows": rows})

@@ -297,31 +297,22 @@ def question_table(document):
 
 
 def study_table(document):
-    """Return a part of the study: the mean KL of each index, and what it loses more than the first one, on each work."""
-    works = list(dict.fromkeys(row["work"] for row in document["rows"]))
-    found = {}
-    for row in document["rows"]:
-        found.setdefault((row["method"], row["index"]), {})[row["work"]] = row
+    """Return a part of the study: the mean KL of each index, what it loses more than the first one of its method, and the mean on each work."""
+    works = list(document["rows"][0]["kl_by_work"])
     rows, first = [], {}
     # The rows of a method stand together.
-    for method, index in sorted(found, key=lambda key: list(dict.fromkeys(method for method, _ in found)).index(key[0])):
-        cells = [f"`{method}`" if method not in first else "", index]
-        for work in works:
-            row = found[method, index].get(work)
-            reference = first.get(method, {}).get(work)
-            if row is None:
-                cells.append("")
-                continue
-            cell = f"{row['kl']:.4f}"
-            if reference is not None:
-                cell += spread(paired(row["kl_by_block"], reference["kl_by_block"])[1], 4)
-            cells.append(f"{cell}, {percent(row['bytes_read_fraction'])}")
-        first.setdefault(method, found[method, index])
-        rows.append(cells)
+    methods = list(dict.fromkeys(row["method"] for row in document["rows"]))
+    for row in sorted(document["rows"], key=lambda row: methods.index(row["method"])):
+        method, cell = row["method"], f"{row['kl']:.4f}"
+        reference = first.setdefault(method, row)
+        if reference is not row:
+            cell += spread(paired(row["kl_by_block"], reference["kl_by_block"])[1], 4)
+        rows.append([f"`{method}`" if reference is row else "", row["index"], percent(row["bytes_read_fraction"]), cell,
+                     *(f"{row['kl_by_work'][work]:.4f}" for work in works)])
     blocks = len(document["rows"][0]["kl_by_block"])
-    about = (f"{blocks} blocks of {document['length']:,} tokens of each text. A cell gives the mean KL in nats, in parentheses the 95% interval of the paired\n"
-             "difference from the first index of the method (above 0: it loses more), and the share of the bytes that was read.\n\n")
-    return about + grid(["method", "index", *(f"KL on {work}, read" for work in works)], rows)
+    about = (f"{blocks} blocks of {document['length']:,} tokens, as many of each work. KL: the mean, in nats, and in parentheses the 95% interval of the\n"
+             "paired difference from the first index of the method (above 0: it loses more).\n\n")
+    return about + grid(["method", "index", "read", "KL", *(f"on {work}" for work in works)], rows)
 
 
 def bits_table(document):

@@ -167,6 +167,20 @@ class Labs(unittest.TestCase):
             self.assertEqual(own & vars(script).keys(), set(), script)
 
 
+class Studies(unittest.TestCase):
+    def test_works_are_merged_in_one_order(self):
+        def row(work, index, losses, read):
+            return {"work": work, "method": "wpq", "index": index, "flags": "", "budget": 0.1, "bytes_read_fraction": read,
+                    "kl": sum(losses) / len(losses), "kl_by_block": losses}
+
+        first, second = study.over_works([row("python", "a", [0.1, 0.3], 0.2), row("handbook", "b", [0.5], 0.1), row("python", "b", [0.2, 0.2], 0.1),
+                                          row("handbook", "a", [0.4], 0.1)])
+        self.assertEqual((first["index"], first["kl_by_block"], first["kl_by_work"]), ("a", [0.4, 0.1, 0.3], {"handbook": 0.4, "python": 0.2}))
+        self.assertAlmostEqual(first["kl"], 0.8 / 3)
+        self.assertAlmostEqual(first["bytes_read_fraction"], 0.5 / 3)
+        self.assertEqual((second["index"], second["kl_by_block"]), ("b", [0.5, 0.2, 0.2]))
+
+
 class Artifacts(unittest.TestCase):
     def test_the_index_without_data_keeps_nothing_of_the_calibration(self):
         layers, heads, d = 2, 1, 64
@@ -198,11 +212,11 @@ class Pages(unittest.TestCase):
             self.assertIsNone(documents.load("another", Path(folder)))
 
     def test_a_table_of_a_page_is_of_its_own_document(self):
-        row = {"method": "wpq", "flags": "", "work": "python", "bytes_read_fraction": 0.1}
-        rows = [row | {"index": index, "kl": kl, "kl_by_block": [kl] * 20} for index, kl in (("calibrated", 0.25), ("random codewords", 0.5))]
+        row = {"method": "wpq", "flags": "", "bytes_read_fraction": 0.1}
+        rows = [row | {"index": index, "kl": kl, "kl_by_block": [kl] * 20, "kl_by_work": {"handbook": kl, "python": kl}} for index, kl in (("calibrated", 0.25), ("random codewords", 0.5))]
         found = {name: None for name in ["text", "long", "questions-4096", "decode", "times", *render.OTHERS]} | {"study-pays": {"length": 3072, "rows": rows}}
         made = render.blocks(found)
-        self.assertIn("| random codewords | 0.5000 (0.2500 to 0.2500), 10.0% |", made["study-pays"].replace("|  |", "|"))
+        self.assertIn("| random codewords | 10.0% | 0.5000 (0.2500 to 0.2500) | 0.5000 | 0.5000 |", made["study-pays"].replace("|  |", "|"))
         self.assertIsNone(made["study-domains"])
 
     def test_a_row_for_users_has_the_options_that_lose_least(self):
