@@ -114,6 +114,17 @@ def at_equal_bytes(document):
     return [row for row in rows if row["method"] == "full" or row["share"] == SHARE]
 
 
+def usual(row):
+    """Tell whether docs/performance.md shows a row of decode.json: it is in the picture, or of the largest cache of a drawn model."""
+    if row["program"] != "kvsmith":
+        return (row["weights"], row["cache"]) == ("bf16", "f16")
+    if row["method"] not in dict(SPEEDS):
+        return False
+    if row["model"] == "smollm2-135m":
+        return row["weights"] == "bf16" and (row["method"] == "full" or row["share"] == SHARE)
+    return row["context"] >= 32768
+
+
 def speeds(document, theme):
     """Draw tokens per second against the length of the context, at the settings whose losses are known."""
     rows = at_equal_bytes(document)
@@ -130,6 +141,9 @@ def speeds(document, theme):
         if points:
             colour = theme["ours"] if method == "wpq" else theme["exact"] if method == "full" else next(others)
             plot.series(points, name, colour, bold=method == "wpq", dash=' stroke-dasharray="5 4"' if method == "full" else "")
+    points = sorted((row["context"], row["tokens_per_s"]) for row in document["rows"] if row["program"] != "kvsmith" and usual(row))
+    if points:
+        plot.series(points, "llama.cpp, full attention", next(others), dash=' stroke-dasharray="2 3"')
     return plot.svg()
 
 

@@ -25,7 +25,7 @@ from tables import percent
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS, ALL_RESULTS, PICTURES = ROOT / "docs/results.md", ROOT / "docs/dev/results.md", ROOT / "docs/pictures"
 JSON_PAGE, SCHEMA = ROOT / "docs/reference/json.md", ROOT / "docs/reference/json.schema.json"
-PAGES = [ROOT / name for name in ("README.md", "docs/performance.md", "docs/eval.md", "docs/tutorial.md", "docs/dev/replication.md", "docs/dev/wpq-notes.md")]
+PAGES = [ROOT / name for name in ("README.md", "docs/performance.md", "docs/eval.md", "docs/tutorial.md", "docs/dev/replication.md", "docs/dev/wpq-notes.md", "docs/dev/decode.md")]
 MARKED = re.compile(r"(<!-- results: ([\w-]+) -->\n).*?(<!-- end of results -->)", re.DOTALL)
 
 HEADER = """# What the methods lose
@@ -257,7 +257,7 @@ def listed(words):
     return words[0] if len(words) == 1 else f"{', '.join(words[:-1])} and {words[-1]}"
 
 
-ROWS_OF_README = 10
+ROWS_OF_README, README_WIDTH = 8, 165
 
 
 def loss_table(found):
@@ -283,7 +283,7 @@ def best_published(document, share):
 def ratio_sentence(document, share):
     """Say how much less wpq loses than the best of the papers' methods at a share of the bytes."""
     best, ratio, ends = best_published(document, share)
-    return f"On these texts, the best of the published methods, {tables.named(best)}, loses {ratio:.1f} times as much as `wpq`{tables.spread(ends, 1)}."
+    return f"Of the published methods, `{best['method']}` loses least here, {ratio:.1f} times as much as `wpq`{tables.spread(ends, 1)}."
 
 
 def question_sentence(document):
@@ -371,8 +371,7 @@ def speed_sentence(document, found):
     if drawn:
         same = ", on the same CPU," if machine == next(run["machine"] for run in document["runs"] if "qwen3-0.6b" in run["models"]) else ""
         times = listed([f"{drawn[method]['tokens_per_s'] / drawn['full']['tokens_per_s']:.1f} times with `{method}`" for method in ("wpq", "selfindex")])
-        said += (f" A model in the shape of Qwen3-0.6B with random weights{same} is faster at 32K positions if each step chooses {100 * drawn['wpq']['budget']:g}% of them: {times}; "
-                 "what is lost there is unmeasured.")
+        said += (f" In the shape of Qwen3-0.6B with random weights{same} at 32K positions, {100 * drawn['wpq']['budget']:g}% of them chosen: {times}; the loss there is unmeasured.")
     return said
 
 
@@ -389,9 +388,9 @@ def times_sentence(document):
         return sum(row["stages"][stage] for stage in MEASURING)
 
     hours, of_them = planned["seconds"] / 3600, measuring(planned) / 3600
-    return (f"For Qwen3-0.6B and {planned['tokens']:,} tokens (the default), `plan` estimates {hours:.1f} hours on two threads of one core ({document['machine'].split(',')[0]}): {hours - of_them:.1f} to fit, "
-            f"and {of_them:.1f} to measure the methods, which `--no-verdict` skips, and with it the recommendation; {planned['memory_bytes'] / 1e9:.1f} GB of memory and "
-            f"{planned['disk_bytes'] / 1e9:.1f} GB of disk. Measured: SmolLM2-135M, {taken['tokens']:,} tokens, {taken['seconds'] / 60:.0f} minutes, {measuring(taken) / 60:.0f} of them to measure.")
+    return (f"For Qwen3-0.6B, `plan` estimates {hours:.1f} hours on two threads of one core ({document['machine'].split(',')[0]}; {planned['tokens']:,} tokens, the default), {of_them:.1f} of them to measure "
+            f"the methods (`--no-verdict` skips this, and with it the recommendation), {planned['memory_bytes'] / 1e9:.1f} GB of memory and {planned['disk_bytes'] / 1e9:.1f} GB of disk. "
+            f"SmolLM2-135M with {taken['tokens']:,} tokens took {taken['seconds'] / 60:.0f} minutes, {measuring(taken) / 60:.0f} of them to measure.")
 
 
 def wrapped(text, width=120):
@@ -410,19 +409,21 @@ def wrapped(text, width=120):
 
 def blocks(found):
     """Return the text of each marked block, or None where its document is missing."""
-    made = {"losses": None, "speeds": None, "decode": None, "times": found["times"] and wrapped(times_sentence(found["times"]), 150) + "\n"}
+    made = {"losses": None, "speeds": None, "decode": None, "decode-all": None, "times": found["times"] and wrapped(times_sentence(found["times"]), README_WIDTH) + "\n"}
     document, share = headline(found)
     if document:
-        about = (f"{len(document['works'])} blocks of {document['length']:,} tokens{of_works(document['works'])}, {100 * share:.0f}% of the bytes of the cache; the artifacts were fitted to {fitted_to(document)}. "
-                 f"[docs/results.md](docs/results.md) has {len(tables.chosen_rows(document, share)) - ROWS_OF_README} more rows.")
+        about = (f"{len(document['works'])} blocks of {document['length']:,} tokens of {' and '.join(NAMES[work] for work in dict.fromkeys(document['works']))}, {100 * share:.0f}% of the bytes; "
+                 f"fitted to {fitted_to(document)}. [{len(tables.chosen_rows(document, share)) - ROWS_OF_README} more rows](docs/results.md).")
         sentences = [ratio_sentence(document, share)]
         if asked := found["questions-4096"]:
-            sentences += [question_sentence(asked), *(["For these questions, the artifact was fitted to other chapters of the same works."] if is_early(asked) else [])]
-        made["losses"] = "\n".join([wrapped(about), "", loss_table(found), wrapped(" ".join(sentences)) + "\n"])
+            other = " The artifact for the questions was fitted to other chapters of the same works." if is_early(asked) else ""
+            sentences.append(f"Full attention answers {percent(asked['full_needle_accuracy'])} of the {asked['questions']} questions.{other}")
+        made["losses"] = "\n".join([wrapped(about, README_WIDTH), "", loss_table(found), wrapped(" ".join(sentences), README_WIDTH) + "\n"])
     if found["decode"]:
-        made["decode"] = tables.decode_table(found["decode"], found)
+        made["decode"] = tables.decode_table(found["decode"], found, pictures.usual)
+        made["decode-all"] = tables.decode_table(found["decode"], found)
         words = "Tokens per second against the length of the context, for full attention and for methods that read a tenth of the cache"
-        made["speeds"] = "\n".join([picture("speed", words, "docs/pictures/"), wrapped(speed_sentence(found["decode"], found), 150) + "\n"])
+        made["speeds"] = "\n".join([picture("speed", words, "docs/pictures/"), wrapped(speed_sentence(found["decode"], found), README_WIDTH) + "\n"])
     made["scale"] = document and scale(document, share)
     made["example"] = found["text"] and example(found["text"])
     made["retrieval"] = found["questions-4096"] and retrieval(found["questions-4096"], found["easy-4096"])

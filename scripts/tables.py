@@ -247,10 +247,10 @@ def setting_of(row, tables):
     return next((of for of in found if abs(np.mean(of["budget"]) - row["budget"]) <= 1e-6), None)
 
 
-def decode_table(document, tables):
+def decode_table(document, tables, shown=lambda row: True):
     """Return tokens per second of whole models, with the loss at the same setting where it is known; with rounded weights, of some methods."""
     rows = []
-    for row in document["rows"]:
+    for row in filter(shown, document["rows"]):
         ours, exact = row["program"] == "kvsmith", row["weights"] == "bf16"
         if not exact and row["method"] not in ("full", "wpq", "selfindex", "streaming"):
             continue

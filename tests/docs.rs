@@ -330,7 +330,7 @@ fn equations_are_where_the_methods_say() {
 }
 
 #[test]
-fn every_command_of_the_readme_table_exists() {
+fn the_readme_lists_every_command() {
     let readme = std::fs::read_to_string(root().join("README.md")).unwrap();
     let (_, table) = readme.split_once("<summary>All commands").unwrap();
     let (table, _) = table.split_once("</details>").unwrap();
@@ -349,15 +349,7 @@ fn every_command_of_the_readme_table_exists() {
         .collect();
     assert!(commands.len() >= 20, "{commands:?}");
     for command in commands {
-        let cell = |line: &str| {
-            line.strip_prefix("| ")
-                .and_then(|line| line.split(" |").next())
-                .map(str::to_owned)
-        };
-        let listed = table
-            .lines()
-            .filter_map(cell)
-            .any(|cell| cell.contains(&format!("`{command}`")));
+        let listed = table.contains(&format!("`{command}`"));
         assert!(listed, "README.md does not list `{command}`");
     }
 }

@@ -7,7 +7,7 @@ use sha2::{Digest as _, Sha256};
 
 use crate::common::root;
 
-/// The most lines of pages for users, without the tables that scripts write between marks.
+/// The most lines of pages for users.
 const LIMITS: [(&str, usize); 9] = [
     ("README.md", 110),
     ("docs/tutorial.md", 130),
@@ -15,7 +15,7 @@ const LIMITS: [(&str, usize); 9] = [
     ("docs/methods.md", 180),
     ("docs/results.md", 120),
     ("docs/performance.md", 110),
-    ("docs/eval.md", 100),
+    ("docs/eval.md", 120),
     ("docs/cluster.md", 120),
     ("CHANGELOG.md", 35),
 ];
@@ -100,12 +100,7 @@ fn every_link_leads_somewhere() {
 fn pages_for_users_stay_short() {
     for (name, most) in LIMITS {
         let text = std::fs::read_to_string(root().join(name)).unwrap();
-        let marked = |part: &str| {
-            part.split_once("<!-- end of results -->")
-                .map(|(table, _)| table.lines().count())
-        };
-        let tables: usize = text.split("<!-- results: ").skip(1).filter_map(marked).sum();
-        let lines = text.lines().count() - tables;
+        let lines = text.lines().count();
         assert!(lines <= most, "{name}: {lines} lines, at most {most}");
     }
 }
