@@ -6,22 +6,22 @@ use kvsmith::artifact::Artifact;
 use kvsmith::calibration::{Calibration, Settings, verdict::VerdictSettings};
 use kvsmith::corpus::{Corpus, CorpusOptions, CorpusSource};
 use kvsmith::env::{Env, Silent};
-use kvsmith::model::{Decoder, tokenizer::Tokenizer};
+use kvsmith::model::Model;
 use kvsmith::runner::{Engine, recommended};
 use kvsmith::{compute::cpu::Cpu, disk::Output, error::Result, kv::sample::greedy, machine::Machine};
 
 /// Calibrates, then generates with what the verdict recommends.
 pub fn main() -> Result<()> {
-    let (folder, machine) = (Path::new("calib-data/model"), Machine::of(&Cpu, &Silent));
-    let model = Decoder::open(folder)?;
+    let machine = Machine::of(&Cpu, &Silent);
+    let model = Model::open(Path::new("calib-data/model"))?;
     let (mut settings, mut cut) = (Settings::default(), CorpusOptions::default());
     (cut.seq_len, cut.max_tokens) = (Some(1024), 8192);
     settings.verdict = Some(VerdictSettings::on(4096, 1024));
     let source = CorpusSource::text(["calib-data/text.txt".into()]);
     let (text, beyond) =
-        Corpus::load_with_reserve(folder, &model.config, &source, &cut, settings.beyond(1024))?;
+        Corpus::load_with_reserve(&model.path, model.config(), &source, &cut, settings.beyond(1024))?;
     let path = std::env::temp_dir().join(format!("kvsmith-{}.safetensors", std::process::id()));
-    let calibration = Calibration::new(machine, (&model, folder), &settings, (&text, &beyond))?;
+    let calibration = Calibration::new(machine, &model, &settings, (&text, &beyond))?;
     let made = calibration.run(Output::create(&path)?, None)?;
     let verdict = made.verdict.transpose()?.expect("the settings ask for one");
     if let Some((row, measured)) = verdict.usual() {
@@ -31,8 +31,8 @@ pub fn main() -> Result<()> {
     let artifact = Artifact::open(&path, kvsmith::method::sections::SECTIONS)?;
     let _ = std::fs::remove_file(path); // it is open
     let (method, options) = recommended(&artifact, &model, 0)?;
-    let mut engine = Engine::new(machine.forward(&model, 512)?, method.as_ref(), options);
-    let tokenizer = Tokenizer::open(folder, &model.config)?;
+    let mut engine = Engine::new(machine.forward(&model.decoder, 512)?, method.as_ref(), options);
+    let tokenizer = model.tokenizer()?;
     let mut replies = Vec::new();
     for prompt in [
         "The lighthouse",

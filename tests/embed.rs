@@ -11,7 +11,7 @@ use kvsmith::env::{Env, Isolation, Silent};
 use kvsmith::kv::Budget;
 use kvsmith::machine::Machine;
 use kvsmith::method::sections::SECTIONS;
-use kvsmith::model::{Decoder, tokenizer::Tokenizer};
+use kvsmith::model::Model;
 use kvsmith::sandbox::{self, Allowance};
 
 use kvsmith::runner::recommended;
@@ -61,15 +61,11 @@ fn errors_have_kinds_and_sources() {
     std::fs::write(scratch.path("cut.safetensors"), [7; 40]).unwrap();
     assert_eq!(kind(open(&scratch.path("cut.safetensors"))), Kind::Damaged);
     // Models: none at the path, one of an unknown family, one without a name of its family.
-    let model = |name: &str| {
-        Decoder::open(scratch.path(name).as_ref())
-            .err()
-            .expect("an error")
-    };
+    let model = |name: &str| Model::open(scratch.path(name).as_ref()).err().expect("an error");
     assert_eq!(model("none").kind(), Kind::NotFound);
-    let folder = scratch.model("llama", "llama");
-    let config = Decoder::open(folder.as_ref()).unwrap().config;
-    scratch.model("other", "llama");
+    let folder = scratch.model("llama", "llama_default");
+    let whole = Model::open(folder.as_ref()).unwrap();
+    scratch.model("other", "llama_default");
     let family = |name: Value| {
         let path = scratch.path("other/config.json");
         let mut fields: Value = serde_json::from_slice(&std::fs::read(&path).unwrap()).unwrap();
@@ -91,7 +87,7 @@ fn errors_have_kinds_and_sources() {
         ..CorpusOptions::default()
     };
     let tokens = CorpusSource::Tokens(scratch.tokens("tokens.json", &documents(&[30], 1)).into());
-    let error = Corpus::load(folder.as_ref(), &config, &tokens, &options)
+    let error = Corpus::load(&whole.path, whole.config(), &tokens, &options)
         .err()
         .expect("an error");
     assert_eq!(error.kind(), Kind::Usage);
@@ -119,15 +115,14 @@ fn a_host_can_decline_forks() {
     let own = std::process::id().to_le_bytes().to_vec();
     assert_eq!(process(Isolation::Thread), own);
     assert_ne!(process(Isolation::Fork), own);
-    let folder = root().join("calib-data/model");
-    let decoder = Decoder::open(&folder).unwrap();
+    let model = Model::open(&root().join("calib-data/model")).unwrap();
     let tokens = |isolation| {
         let env = Env {
             isolation,
             ..Env::default()
         };
         env.during(|| {
-            let tokenizer = Tokenizer::open(&folder, &decoder.config).unwrap();
+            let tokenizer = model.tokenizer().unwrap();
             tokenizer
                 .encode("In the morning the three of them walked")
                 .unwrap()
@@ -153,7 +148,7 @@ fn a_calibration_is_that_of_the_command() {
     );
     let by_command = scratch.make("command", &format!("{calibrate} --verdict-kl {limit}"));
     let by_library = scratch.path("library");
-    let decoder = Decoder::open(model.as_ref()).unwrap();
+    let opened = Model::open(model.as_ref()).unwrap();
     let object = |value: Value| value.as_object().unwrap().clone();
     let mut settings = Settings {
         seed: 7,
@@ -179,10 +174,10 @@ fn a_calibration_is_that_of_the_command() {
     };
     let source = CorpusSource::Tokens(tokens.into());
     let beyond = settings.beyond(400);
-    let folder = model.as_ref();
-    let (text, beyond) = Corpus::load_with_reserve(folder, &decoder.config, &source, &cut, beyond).unwrap();
+    let (text, beyond) =
+        Corpus::load_with_reserve(&opened.path, opened.config(), &source, &cut, beyond).unwrap();
     let machine = Machine::of(&Cpu, &Silent);
-    let new = |settings| Calibration::new(machine, (&decoder, folder), settings, (&text, &beyond));
+    let new = |settings| Calibration::new(machine, &opened, settings, (&text, &beyond));
     let output = Output::create(by_library.as_ref()).unwrap();
     let made = new(&settings).unwrap().run(output, None).unwrap();
     made.verdict.expect("a verdict").unwrap();
@@ -192,7 +187,7 @@ fn a_calibration_is_that_of_the_command() {
     );
 
     let artifact = Artifact::open(by_library.as_ref(), SECTIONS).unwrap();
-    let (_, options) = recommended(&artifact, &decoder, 7).unwrap();
+    let (_, options) = recommended(&artifact, &opened, 7).unwrap();
     let prompt = scratch.tokens("prompt.json", &ids[..1]);
     let run =
         format!("run --model {model} --artifact {by_command} --tokens {prompt} --max-new 2 --seed 7 --json");
@@ -205,10 +200,10 @@ fn a_calibration_is_that_of_the_command() {
             scratch.path("tokens.json")
         ),
     );
-    let none = recommended(&Artifact::open(plain.as_ref(), SECTIONS).unwrap(), &decoder, 7);
+    let none = recommended(&Artifact::open(plain.as_ref(), SECTIONS).unwrap(), &opened, 7);
     assert_eq!(none.err().unwrap().to_string(), "the artifact has no verdict");
     let dropped = scratch.make("dropped", &calibrate);
-    let none = recommended(&Artifact::open(dropped.as_ref(), SECTIONS).unwrap(), &decoder, 7);
+    let none = recommended(&Artifact::open(dropped.as_ref(), SECTIONS).unwrap(), &opened, 7);
     let none = none.err().unwrap().to_string();
     assert!(none.contains("every method was dropped"), "{none}");
 

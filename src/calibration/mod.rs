@@ -19,7 +19,7 @@ use crate::env::Reporter;
 use crate::error::{Error, Result};
 use crate::machine::Machine;
 use crate::method::a2ats::{self, LONGEST_CONTEXT};
-use crate::model::{Decoder, ModelConfig, ModelManifest, folder};
+use crate::model::{Model, ModelConfig, ModelManifest};
 use crate::parameters::choices;
 use crate::runner::verdict::Material;
 use crate::stats::moments::Position;
@@ -168,18 +168,16 @@ impl Settings {
 ///
 /// # Errors
 /// The weights cannot be read.
-pub fn model_manifest(dir: &Path, decoder: &Decoder, reporter: &dyn Reporter) -> Result<ModelManifest> {
-    let fingerprint = decoder.checkpoint.fingerprint(&decoder.config)?;
-    reporter.detail(&format!("fingerprint: {}", short(&fingerprint)));
-    ModelManifest::new(&folder::name(dir), &decoder.config, &fingerprint)
+pub fn model_manifest(model: &Model, reporter: &dyn Reporter) -> Result<ModelManifest> {
+    let manifest = model.manifest()?;
+    reporter.detail(&format!("fingerprint: {}", short(&manifest.fingerprint)));
+    Ok(manifest)
 }
 
 /// A calibration that is ready to run.
 pub struct Calibration<'a> {
     machine: Machine<'a>,
-    decoder: &'a Decoder,
-    /// The folder of the model.
-    folder: &'a Path,
+    model: &'a Model,
     settings: &'a Settings,
     corpus: &'a Corpus,
     material: Option<Material>,
@@ -209,24 +207,23 @@ pub struct Made {
 }
 
 impl<'a> Calibration<'a> {
-    /// Prepares a calibration of the model in `folder` with a text, and what lies beyond it for the verdict.
+    /// Prepares a calibration of a model with a text, and what lies beyond it for the verdict.
     ///
     /// # Errors
     /// Parameters out of range, too little text.
     pub fn new(
         machine: Machine<'a>,
-        (decoder, folder): (&'a Decoder, &'a Path),
+        model: &'a Model,
         settings: &'a Settings,
         (corpus, reserve): (&'a Corpus, &Reserve),
     ) -> Result<Self> {
         settings.check()?;
         let kept = corpus.kept();
         Ok(Self {
-            fits: settings.fits(&decoder.config, corpus, &kept, machine.reporter)?,
+            fits: settings.fits(model.config(), corpus, &kept, machine.reporter)?,
             material: settings.material(corpus, reserve),
             machine,
-            decoder,
-            folder,
+            model,
             settings,
             corpus,
             kept,
@@ -240,7 +237,7 @@ impl<'a> Calibration<'a> {
 
     /// Returns the number of codewords per KV head.
     pub fn codewords(&self) -> usize {
-        self.settings.codewords(&self.decoder.config, &self.kept)
+        self.settings.codewords(self.model.config(), &self.kept)
     }
 }
 
@@ -253,9 +250,9 @@ impl Calibration<'_> {
     /// The model or the device fails, the disk is full, cancelled work: with a work folder, all finished layers are in it.
     /// An error of the verdict is in [`Made`], since the sections are then saved.
     pub fn run(self, output: Output, work: Option<Work>) -> Result<Made> {
-        let (start, machine, decoder) = (Instant::now(), self.machine, self.decoder);
+        let (start, machine, decoder) = (Instant::now(), self.machine, &self.model.decoder);
         let origin = Origin {
-            model: model_manifest(self.folder, decoder, machine.reporter)?,
+            model: model_manifest(self.model, machine.reporter)?,
             calibration: self.corpus.manifest(),
         };
         let sizes = origin.model.sizes;
@@ -272,7 +269,6 @@ impl Calibration<'_> {
             material,
             kept,
             fits,
-            folder,
             ..
         } = self;
         let pass = Pass {
@@ -305,8 +301,7 @@ impl Calibration<'_> {
                     settings: verdict,
                     seed: settings.seed,
                     machine,
-                    decoder,
-                    folder,
+                    model: self.model,
                     material: &material,
                 };
                 let (path, mut saving) = (output.given().to_owned(), None);
@@ -337,11 +332,11 @@ impl Calibration<'_> {
 
     /// Tells how much memory the run needs, and the size of the artifact.
     fn tell_plan(&self, sections: &[Section]) -> Result<()> {
-        let config = &self.decoder.config;
+        let config = self.model.config();
         let judged = self.settings.judged_rows(&self.fits, self.material.as_ref());
         let (corpus, device) = (self.corpus, self.machine.device);
         let plan = MemoryPlan::new(config, corpus, device, &self.fits, sections, &judged);
-        let pages = self.decoder.layer(config.largest_layer())?.bytes();
+        let pages = self.model.decoder.layer(config.largest_layer())?.bytes();
         self.machine.reporter.note(&plan.note(pages));
         Ok(())
     }

@@ -149,12 +149,12 @@ fn calibrate(args: &Args, global: &Global) -> Result<Reported> {
         output::check_outside(args.output(), work)?;
     }
     let output = output::create(args.output(), &inputs, global)?;
-    let decoder = open_model(&flags.model, log)?;
-    check_wrope_position(settings.wrope_position, &decoder.config, log);
+    let model = open_model(&flags.model, log)?;
+    check_wrope_position(settings.wrope_position, model.config(), log);
     let wanted = settings.verdict.as_ref().map(VerdictSettings::wanted);
-    let (corpus, reserve) = load_texts(&flags.model, &decoder.config, &flags.input, wanted, global)?;
+    let (corpus, reserve) = load_texts(&flags.model, model.config(), &flags.input, wanted, global)?;
     let machine = global.machine(device.as_ref(), &log);
-    let calibration = Calibration::new(machine, (&decoder, &flags.model), &settings, (&corpus, &reserve))?;
+    let calibration = Calibration::new(machine, &model, &settings, (&corpus, &reserve))?;
     note_cpu_parts(device.as_ref(), calibration.fits(), log);
     warn_of_unused(flags, calibration.fits(), global);
     let codewords = calibration.codewords();
@@ -163,7 +163,7 @@ fn calibrate(args: &Args, global: &Global) -> Result<Reported> {
         .iter()
         .any(|fit| fit.kind().name() == a2ats::SECTION)
     {
-        let text = size_text(&settings, &decoder.config, codewords);
+        let text = size_text(&settings, model.config(), codewords);
         log.note(&format!("codebooks: {text} (--size {codewords})"));
     }
     let work = args.work.as_deref();
@@ -185,7 +185,7 @@ fn calibrate(args: &Args, global: &Global) -> Result<Reported> {
     }
     let document = json!({
         "artifact": args.output().display().to_string(), "tokens": corpus.n_tokens(),
-        "layers": decoder.config.n_layers(), "codewords": codewords, "seconds": seconds,
+        "layers": model.config().n_layers(), "codewords": codewords, "seconds": seconds,
         "verdict_seconds": verdict_seconds, "device": device.name(), "stages": stages.json(),
     });
     Ok(Reported { note, document })

@@ -71,18 +71,19 @@ fn dump(args: &Args, global: &Global, shard: Option<(usize, usize, &mut Task)>) 
     let start = Instant::now();
     let inputs: Vec<&Path> = args.input.files().chain([args.model.as_path()]).collect();
     output::check_folder("-o", &args.output, &inputs)?;
-    let decoder = open_model(&args.model, log)?;
+    let model = open_model(&args.model, log)?;
+    let decoder = &model.decoder;
     let n_layers = decoder.config.n_layers();
     let mut new = match &shard {
         None => Some(NewDump::create(&args.output, n_layers, global.overwrite)?),
         Some(_) => None,
     };
-    let device = device_for(device, &decoder, global)?;
+    let device = device_for(device, decoder, global)?;
     check_wrope_position(args.wrope_position, &decoder.config, log);
-    let mut corpus = load_corpus(&args.model, &decoder.config, &args.input, global)?;
+    let mut corpus = load_corpus(&model, &args.input, global)?;
     let mut job = DumpJob {
         origin: Origin {
-            model: model_manifest(&args.model, &decoder, &log)?,
+            model: model_manifest(&model, &log)?,
             calibration: corpus.manifest(),
         },
         options: DumpOptions {
@@ -115,7 +116,7 @@ fn dump(args: &Args, global: &Global, shard: Option<(usize, usize, &mut Task)>) 
         task.begin();
     }
     if let Some(new) = new {
-        let layers = global.machine(device.as_ref(), &log).layers(&decoder)?;
+        let layers = global.machine(device.as_ref(), &log).layers(decoder)?;
         dump::write(layers.as_ref(), device.as_ref(), &corpus, job, new, &log)?;
     }
     let seconds = start.elapsed().as_secs_f64();

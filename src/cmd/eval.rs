@@ -26,7 +26,6 @@ use crate::method::Method;
 use crate::method::registry::{FULL, MethodName};
 use crate::method::sections::SECTIONS;
 use crate::model::Decoder;
-use crate::model::tokenizer::Tokenizer;
 use crate::runner::Options;
 use crate::runner::eval::{Bootstrap, Evaluation, FEWEST, Variant};
 pub use args::Args;
@@ -62,15 +61,14 @@ fn eval(args: &Args, global: &Global) -> Result<()> {
     args.check_question(global)?;
     let device = global.open_model_device("eval")?;
     args.reading.check(device.as_ref())?;
-    let decoder = open_model(&args.model, log)?;
-    let device = device_for(device, &decoder, global)?;
-    let decoder = args.reading.rounded(decoder, device.as_ref())?;
+    let model = open_model(&args.model, log)?;
+    let device = device_for(device, &model.decoder, global)?;
+    let model = args.reading.rounded(model, device.as_ref())?;
+    let decoder = &model.decoder;
     let named: Vec<MethodName> = args.named().map(|named| named.method).collect();
     args.reading.warn_of_unused(&named, global);
     args.warn_of_unused(global);
-    let artifacts = args
-        .artifacts()
-        .map(|path| args.reading.open(path, &decoder, log));
+    let artifacts = args.artifacts().map(|path| args.reading.open(path, decoder, log));
     let artifacts: Vec<Artifact> = artifacts.collect::<Result<_>>()?;
     let entries = plan::entries(args, &artifacts);
     let method = |entry: &Entry| {
@@ -81,7 +79,7 @@ fn eval(args: &Args, global: &Global) -> Result<()> {
             .also
             .map_or_else(|| own.clone(), |also| args.also[also].params(own));
         args.reading
-            .method(method, tail, &params, artifact, &decoder, global)
+            .method(method, tail, &params, artifact, decoder, global)
     };
     let methods: Vec<Box<dyn Method>> = entries.iter().map(method).collect::<Result<_>>()?;
     let options = |artifact| {
@@ -101,8 +99,9 @@ fn eval(args: &Args, global: &Global) -> Result<()> {
         }
     }
     let options = options(artifacts.first())?;
-    let tokenizer = tokenizer(args, &decoder)?;
-    let material = Material::open(args, global, &decoder, tokenizer.as_ref())?;
+    let asked = args.needles.is_some() && model.has_tokenizer();
+    let tokenizer = asked.then(|| model.tokenizer()).transpose()?;
+    let material = Material::open(args, global, &model, tokenizer.as_ref())?;
     let longest = material.longest();
     let context = decoder.config.max_position_embeddings;
     for artifact in &artifacts {
@@ -119,7 +118,7 @@ fn eval(args: &Args, global: &Global) -> Result<()> {
             number: plan::number(&entries, index),
             budget,
         };
-        let forward = global.machine(device.as_ref(), &log).forward(&decoder, longest)?;
+        let forward = global.machine(device.as_ref(), &log).forward(decoder, longest)?;
         let variants = budgets.iter().map(variant).collect();
         Ok(Evaluation::new(forward, variants, options))
     };
@@ -168,7 +167,7 @@ fn eval(args: &Args, global: &Global) -> Result<()> {
     if global.json {
         let mut out = json!({ "device": device.name(), "rows": rows, "differences": table.differences() });
         merge(&mut out, &found);
-        merge(&mut out, &conditions(args, &decoder, &artifacts, &options)?);
+        merge(&mut out, &conditions(args, decoder, &artifacts, &options)?);
         print_json(global, &out)?;
     } else {
         let asked = args.needles.as_ref().map(|_| args.question);
@@ -199,11 +198,4 @@ fn conditions(args: &Args, decoder: &Decoder, artifacts: &[Artifact], options: &
         "granule": options.granule,
         "reads_granule": args.granule,
     }))
-}
-
-/// Opens the model's tokenizer if needles are given and the model has one.
-fn tokenizer(args: &Args, decoder: &Decoder) -> Result<Option<Tokenizer>> {
-    let exists = args.needles.is_some() && Tokenizer::exists(&args.model);
-    let tokenizer = exists.then(|| Tokenizer::open(&args.model, &decoder.config));
-    tokenizer.transpose()
 }

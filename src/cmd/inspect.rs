@@ -56,7 +56,7 @@ pub fn run(args: &Args, global: &Global) -> Result<()> {
     if args.verify {
         artifact.verify()?;
         if let Some(dir) = &args.model {
-            let model = model_manifest(dir, &open_model(dir, global.log())?, &global.log())?;
+            let model = model_manifest(&open_model(dir, global.log())?, &global.log())?;
             artifact.check_model(&model.fingerprint, model.sizes)?;
         }
     }

@@ -39,7 +39,7 @@ use crate::compute::cpu::Cpu;
 use crate::compute::device::Device;
 use crate::corpus::{Corpus, Reserve};
 use crate::error::{Error, Result};
-use crate::model::{Decoder, ModelConfig};
+use crate::model::{Decoder, Model, ModelConfig};
 use crate::runner::verdict::Wanted;
 use crate::wording::{counted, harmless, size};
 use args::{Global, Input};
@@ -136,9 +136,9 @@ fn merge(object: &mut Value, more: &Value) {
 }
 
 /// Opens a model and logs its sizes.
-fn open_model(dir: &Path, log: Log) -> Result<Decoder> {
-    let decoder = Decoder::open(dir)?;
-    let c = &decoder.config;
+fn open_model(path: &Path, log: Log) -> Result<Model> {
+    let model = Model::open(path)?;
+    let c = model.config();
     log.note(&format!(
         "model: {}, {}, {} query and {} KV heads of {} channels, {} of weights",
         c.model_type,
@@ -146,14 +146,14 @@ fn open_model(dir: &Path, log: Log) -> Result<Decoder> {
         c.n_heads,
         c.n_kv_heads,
         c.head_dim,
-        size(decoder.checkpoint.total_bytes())
+        size(model.decoder.checkpoint.total_bytes())
     ));
-    Ok(decoder)
+    Ok(model)
 }
 
 /// Reads the calibration input and logs its length.
-fn load_corpus(dir: &Path, config: &ModelConfig, input: &Input, global: &Global) -> Result<Corpus> {
-    load_texts(dir, config, input, None, global).map(|(corpus, _)| corpus)
+fn load_corpus(model: &Model, input: &Input, global: &Global) -> Result<Corpus> {
+    load_texts(&model.path, model.config(), input, None, global).map(|(corpus, _)| corpus)
 }
 
 /// Reads the calibration input and what a verdict wants beyond it, and logs the length of the former.

@@ -41,8 +41,7 @@ pub fn run(args: &Args, global: &Global) -> Result<()> {
         .iter()
         .map(|path| Artifact::open_part(path, SECTIONS));
     let parts: Vec<Artifact> = parts.collect::<Result<_>>()?;
-    let decoder = open_model(&args.model, log)?;
-    let model = model_manifest(&args.model, &decoder, &log)?;
+    let model = model_manifest(&open_model(&args.model, log)?, &log)?;
     for part in &parts {
         part.check_model(&model.fingerprint, model.sizes)?;
     }

@@ -17,7 +17,7 @@ use crate::method::params::MethodParams;
 use crate::method::registry::MethodName;
 use crate::method::sections::SECTIONS;
 use crate::method::{CPU_GRANULE, Method};
-use crate::model::Decoder;
+use crate::model::{Decoder, Model};
 use crate::runner::Options;
 
 /// Where and how keys and values are held.
@@ -121,12 +121,12 @@ impl Reading {
     ///
     /// # Errors
     /// A device other than the CPU; a temporary file that cannot be written.
-    pub(super) fn rounded(&self, decoder: Decoder, device: &dyn Device) -> Result<Decoder> {
+    pub(super) fn rounded(&self, model: Model, device: &dyn Device) -> Result<Model> {
         if self.weights.is_some() && device.cuda().is_some() {
             return Err(Error::usage("--weights is available on the CPU only")
                 .hint("omit --weights, or use --device cpu"));
         }
-        decoder.rounded(self.weights.map(WeightsFlag::quant))
+        model.rounded(self.weights.map(WeightsFlag::quant))
     }
 
     /// Names the type to which the weights are rounded, if they are.

@@ -23,7 +23,7 @@ use crate::cmd::terminal::Log;
 use crate::error::{Error, Result};
 use crate::kv::{Budget, KvType};
 use crate::method::registry::{FULL, MethodName};
-use crate::model::Decoder;
+use crate::model::Model;
 use batch::{Batch, Prompts};
 use choice::{Ask, Choice};
 use compare::Comparison;
@@ -36,24 +36,25 @@ pub fn run(args: &Args, global: &Global) -> Result<()> {
     let log = global.log();
     let device = global.open_model_device("run")?;
     args.reading.check(device.as_ref())?;
-    let decoder = open_model(&args.model, log)?;
+    let model = open_model(&args.model, log)?;
     let on_gpu = device.cuda().is_some();
-    let device = device_for(device, &decoder, global)?;
-    let decoder = args.reading.rounded(decoder, device.as_ref())?;
+    let device = device_for(device, &model.decoder, global)?;
+    let model = args.reading.rounded(model, device.as_ref())?;
+    let decoder = &model.decoder;
     let on_cpu = (on_gpu && device.cuda().is_none()).then_some("the model runs on the CPU");
     for flag in ["top-k", "top-p", "min-p"] {
         if args.temperature == 0.0 && global.given.iter().any(|given| given == flag) {
             log.warn(&format!("--{flag} has no effect without --temperature"));
         }
     }
-    let source = Prompted::open(args, &decoder, global)?;
-    let open = |path: &PathBuf| args.reading.open(path, &decoder, log);
+    let source = Prompted::open(args, &model, global)?;
+    let open = |path: &PathBuf| args.reading.open(path, decoder, log);
     let artifact = args.reading.artifact().map(open).transpose()?;
     let opened = Opened {
         args,
         global,
         device: device.as_ref(),
-        decoder: &decoder,
+        decoder,
         artifact: artifact.as_ref(),
         on_cpu,
     };
@@ -67,7 +68,7 @@ pub fn run(args: &Args, global: &Global) -> Result<()> {
     };
     let ask = Ask {
         artifact: artifact.as_ref(),
-        decoder: &decoder,
+        decoder,
         device: device.as_ref(),
     };
     let choice = Choice::of(args, &ask, source.longest(args), global)?;
@@ -98,7 +99,7 @@ enum Prompted<'a> {
 }
 
 impl<'a> Prompted<'a> {
-    fn open(args: &Args, decoder: &'a Decoder, global: &Global) -> Result<Self> {
+    fn open(args: &Args, model: &'a Model, global: &Global) -> Result<Self> {
         if let Some(path) = &args.batch {
             if args.prefer == Prefer::Time {
                 let error = Error::usage(
@@ -106,11 +107,11 @@ impl<'a> Prompted<'a> {
                 );
                 return Err(error.hint("give --method and --budget"));
             }
-            let prompts = Prompts::read(path, args, decoder)?;
+            let prompts = Prompts::read(path, args, model)?;
             prompts.warn(global);
             return Ok(Self::Batch(prompts));
         }
-        let turns = Turns::open(args, decoder, global.log())?;
+        let turns = Turns::open(args, model, global.log())?;
         if !args.stop.is_empty() && turns.tokenizer.is_none() {
             return Err(
                 Error::usage("--stop needs a tokenizer, but the model has no tokenizer.json")

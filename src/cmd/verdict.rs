@@ -101,14 +101,15 @@ pub fn run(args: &Args, global: &Global) -> Result<()> {
         .collect();
     let output = output::create(&args.output, &inputs, global)?;
     let artifact = Artifact::open(&args.artifact, SECTIONS)?;
-    let decoder = open_model(&args.model, log)?;
+    let model = open_model(&args.model, log)?;
+    let decoder = &model.decoder;
     let fingerprint = decoder.checkpoint.fingerprint(&decoder.config)?;
     artifact.check_model(&fingerprint, decoder.config.sizes())?;
     let settings = args.flags.settings();
     let wanted = Some(settings.wanted());
     let (corpus, reserve) = match &args.dump[..] {
         [_, ..] => (Dump::open(&args.dump)?.corpus, Reserve::default()),
-        [] => load_texts(&args.model, &decoder.config, &args.input, wanted, global)?,
+        [] => load_texts(&args.model, model.config(), &args.input, wanted, global)?,
     };
     let (own, given) = (&artifact.manifest.origin.calibration, corpus.manifest());
     if given != *own {
@@ -142,8 +143,7 @@ pub fn run(args: &Args, global: &Global) -> Result<()> {
         settings: &settings,
         seed: global.seed,
         machine: global.machine(device.as_ref(), &log),
-        decoder: &decoder,
-        folder: &args.model,
+        model: &model,
         material: &material,
     }
     .measure(&artifact, &mut Stages::default())?;

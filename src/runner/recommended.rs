@@ -8,14 +8,15 @@ use crate::method::Method;
 use crate::method::declaration::Ask;
 use crate::method::named::Named;
 use crate::method::params::MethodParams;
-use crate::model::Decoder;
+use crate::model::Model;
 
 /// Prepares the method that an artifact recommends for a model, with the budget and the type of the cache that it was measured
 /// with.
 ///
 /// # Errors
 /// The artifact is for another model, has no verdict, or one that recommends nothing.
-pub fn recommended(artifact: &Artifact, decoder: &Decoder, seed: u64) -> Result<(Box<dyn Method>, Options)> {
+pub fn recommended(artifact: &Artifact, model: &Model, seed: u64) -> Result<(Box<dyn Method>, Options)> {
+    let decoder = &model.decoder;
     let fingerprint = decoder.checkpoint.fingerprint(&decoder.config)?;
     artifact.check_model(&fingerprint, decoder.config.sizes())?;
     let verdict = artifact.manifest.quality.methods.as_ref().ok_or_else(|| {

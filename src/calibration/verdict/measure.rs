@@ -1,7 +1,5 @@
 //! The measurement: every method at every share of the bytes, on the same texts and behind the same prompts.
 
-use std::path::Path;
-
 use super::VerdictSettings;
 use super::budgets::{GRID, Planned, SAMPLED_STEPS};
 use super::results::{Results, rounded};
@@ -15,8 +13,7 @@ use crate::method::declaration::Ask;
 use crate::method::named::{self, Named};
 use crate::method::params::MethodParams;
 use crate::method::{CPU_GRANULE, Method};
-use crate::model::Decoder;
-use crate::model::tokenizer::Tokenizer;
+use crate::model::Model;
 use crate::runner::Options;
 use crate::runner::eval::{Bootstrap, Layerwise, Passage, Variant, VariantReport};
 use crate::runner::verdict::{
@@ -36,9 +33,7 @@ pub struct Judging<'a> {
     /// The device that runs the model.
     pub machine: Machine<'a>,
     /// The model.
-    pub decoder: &'a Decoder,
-    /// Its folder.
-    pub folder: &'a Path,
+    pub model: &'a Model,
     /// The texts.
     pub material: &'a Material,
 }
@@ -112,8 +107,8 @@ impl Judging<'_> {
         let params = MethodParams::default();
         let ask = Ask {
             artifact: Some(artifact),
-            ropes: &self.decoder.ropes,
-            sizes: self.decoder.config.sizes(),
+            ropes: &self.model.decoder.ropes,
+            sizes: self.model.config().sizes(),
             params: &params,
             seed: self.seed,
         };
@@ -121,7 +116,7 @@ impl Judging<'_> {
             .iter()
             .map(|named| named.prepare(&ask))
             .collect::<Result<_>>()?;
-        let layers = self.machine.layers(self.decoder)?;
+        let layers = self.machine.layers(&self.model.decoder)?;
         let names: Vec<String> = named.iter().map(Named::to_string).collect();
         self.announce(&names);
         let mut measurement = Measurement {
@@ -175,7 +170,7 @@ impl Measurement<'_> {
         what: &str,
         work: impl FnOnce(&mut dyn FnMut(usize)) -> Result<T>,
     ) -> Result<T> {
-        let n_layers = self.judging.decoder.config.n_layers();
+        let n_layers = self.judging.model.config().n_layers();
         let progress = self.judging.machine.reporter.progress(n_layers as u64, "layers");
         work(&mut |layer| {
             progress.layer(layer, n_layers, what);
@@ -196,7 +191,7 @@ impl Measurement<'_> {
             .collect();
         let reads = self.with_progress(BUDGETS, |done| self.layerwise.reads(&sample, &variants, done))?;
         let reads: Vec<f64> = reads.into_iter().map(|share| share.unwrap_or(1.0)).collect();
-        let empty = VariantReport::new(&self.judging.decoder.config);
+        let empty = VariantReport::new(self.judging.model.config());
         for (method, reads) in reads.chunks(GRID.len()).enumerate() {
             for target in &self.judging.settings.reads {
                 self.rows.push(Row {
@@ -313,10 +308,10 @@ impl Measurement<'_> {
 
     /// Hides facts, if the model has a tokenizer.
     fn facts(&self, texts: &[Passage]) -> Result<Option<Probe>> {
-        if !Tokenizer::exists(self.judging.folder) {
+        if !self.judging.model.has_tokenizer() {
             return Ok(None);
         }
-        let tokenizer = Tokenizer::open(self.judging.folder, &self.judging.decoder.config)?;
+        let tokenizer = self.judging.model.tokenizer()?;
         Probe::facts(texts, &tokenizer, self.judging.seed)
     }
 
@@ -360,7 +355,7 @@ impl Measurement<'_> {
         let texts: Vec<MeasuredTexts> = material.all().map(texts).collect();
         let bootstrap = Bootstrap::new(material.text.passages.len(), self.judging.seed);
         let results = Results {
-            head_dim: self.judging.decoder.config.head_dim,
+            head_dim: self.judging.model.config().head_dim,
             material,
             bootstrap: bootstrap.as_ref(),
             full: outcome.as_ref().ok().map(|(_, full)| full),

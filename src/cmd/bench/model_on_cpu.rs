@@ -42,7 +42,7 @@ pub(super) fn run(args: &ModelArgs, global: &Global) -> Result<()> {
     let quant = args.weights.map(WeightsFlag::quant);
     // What cannot be timed is refused before anything is.
     let open = |path: &PathBuf| -> Result<(String, Decoder)> {
-        let decoder = open_model(path, global.log())?.rounded(quant)?;
+        let decoder = open_model(path, global.log())?.rounded(quant)?.decoder;
         Ok((folder::name(path), decoder))
     };
     let opened = args.model.as_ref().map(open).transpose()?;

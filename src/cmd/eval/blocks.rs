@@ -10,7 +10,7 @@ use crate::cmd::signals::is_stopped;
 use crate::cmd::terminal::Log;
 use crate::corpus::{Corpus, CorpusOptions, CorpusSource};
 use crate::error::{Error, Result};
-use crate::model::Decoder;
+use crate::model::Model;
 use crate::runner::eval::{Done, Evaluation, decoded, turns_of};
 use crate::wording::counted;
 
@@ -25,7 +25,7 @@ impl Blocks {
     ///
     /// # Errors
     /// A file that cannot be read; an id outside the vocabulary; no block that is long enough.
-    pub fn open(args: &Args, decoder: &Decoder, seed: u64) -> Result<Self> {
+    pub fn open(args: &Args, model: &Model, seed: u64) -> Result<Self> {
         let source = match &args.tokens {
             Some(path) => CorpusSource::Tokens(path.clone()),
             None => CorpusSource::Text(args.text.files()),
@@ -37,8 +37,8 @@ impl Blocks {
             holdout: 0.0,
             seed,
         };
-        let corpus = Corpus::load(&args.model, &decoder.config, &source, &options)?;
-        decoder.check_ids(&corpus.ids)?;
+        let corpus = Corpus::load(&model.path, model.config(), &source, &options)?;
+        model.decoder.check_ids(&corpus.ids)?;
         let blocks = (0..corpus.n_blocks()).map(|b| corpus.block(b));
         let usable: Vec<_> = blocks.filter(|b| b.len() / args.turns > 1).collect();
         if usable.is_empty() {

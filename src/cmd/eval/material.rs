@@ -9,7 +9,7 @@ use super::reads::Sample;
 use crate::cmd::args::Global;
 use crate::cmd::terminal::Log;
 use crate::error::Result;
-use crate::model::Decoder;
+use crate::model::Model;
 use crate::model::tokenizer::Tokenizer;
 use crate::runner::eval::Evaluation;
 
@@ -38,14 +38,14 @@ impl<'a> Material<'a> {
     pub fn open(
         args: &Args,
         global: &Global,
-        decoder: &'a Decoder,
+        model: &'a Model,
         tokenizer: Option<&'a Tokenizer>,
     ) -> Result<Self> {
         let Some(path) = &args.needles else {
-            return Ok(Self::Text(Blocks::open(args, decoder, global.seed)?));
+            return Ok(Self::Text(Blocks::open(args, model, global.seed)?));
         };
         let reader = Reader {
-            decoder,
+            decoder: &model.decoder,
             tokenizer,
             decode_prompt: args.decode_prompt,
             feeding: args.question,

@@ -30,7 +30,7 @@ use crate::machine::Machine;
 use crate::model::config::Block;
 use crate::model::layer::Layer;
 use crate::model::rope::Rope;
-use crate::model::{Decoder, ModelConfig, random};
+use crate::model::{Model, ModelConfig, random};
 use crate::stats::moments::QuerySums;
 use crate::store::{self, Tensor};
 
@@ -284,7 +284,7 @@ impl Small {
         write_model(&model, config, heads, 2 * rows)?;
         // As in a calibration, whose time depends on it.
         heap::return_large_allocations();
-        let decoder = Decoder::open(&model)?;
+        let model = Model::open(&model)?;
         let mut global = global.clone();
         global.silent = true;
         let device = global.open_device(Workload::Model)?;
@@ -305,12 +305,12 @@ impl Small {
                 seed: own.seed,
             };
             let (source, beyond) = (CorpusSource::Tokens(tokens), own.beyond(rows));
-            let texts = Corpus::load_with_reserve(&model, &decoder.config, &source, &options, beyond)?;
+            let texts = Corpus::load_with_reserve(&model.path, model.config(), &source, &options, beyond)?;
             let machine = Machine {
                 precision: global.precision,
                 ..Machine::of(device.as_ref(), &Silent)
             };
-            let calibration = Calibration::new(machine, (&decoder, &model), &own, (&texts.0, &texts.1))?;
+            let calibration = Calibration::new(machine, &model, &own, (&texts.0, &texts.1))?;
             let of_fit = |fit: &dyn Fit| (fit.kind().facts().stage, work(fit, &texts.0));
             let of_fits = calibration.fits().iter().map(|fit| of_fit(fit.as_ref()));
             let of_verdict = [BUDGETS, VERDICT].map(|stage| (stage, rows as f64));

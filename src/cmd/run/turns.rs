@@ -11,7 +11,7 @@ use crate::corpus::read_tokens;
 use crate::error::{Error, Result};
 use crate::model::chat::{ChatTemplate, Message};
 use crate::model::tokenizer::Tokenizer;
-use crate::model::{Decoder, ModelConfig};
+use crate::model::{Decoder, Model, ModelConfig};
 
 /// The turns of a run.
 pub struct Turns<'a> {
@@ -101,12 +101,12 @@ enum Style {
 
 impl<'a> Turns<'a> {
     /// Opens the input that `args` ask for.
-    pub fn open(args: &Args, decoder: &'a Decoder, log: Log) -> Result<Self> {
+    pub fn open(args: &Args, model: &'a Model, log: Log) -> Result<Self> {
         if let Some(path) = &args.tokens {
-            return Self::of_tokens(path, args, decoder, log);
+            return Self::of_tokens(path, args, model, log);
         }
         let text = prompt(args)?;
-        let tokenizer = Tokenizer::open(&args.model, &decoder.config)?;
+        let (tokenizer, decoder) = (model.tokenizer()?, &model.decoder);
         let source = if args.chat {
             TurnSource::Text {
                 first: text,
@@ -134,7 +134,7 @@ impl<'a> Turns<'a> {
         })
     }
 
-    fn of_tokens(path: &Path, args: &Args, decoder: &'a Decoder, log: Log) -> Result<Self> {
+    fn of_tokens(path: &Path, args: &Args, model: &'a Model, log: Log) -> Result<Self> {
         let documents = read_tokens(path)?;
         if !args.chat && documents.len() != 1 {
             return Err(
@@ -142,8 +142,8 @@ impl<'a> Turns<'a> {
                     .hint("give one array of token ids inside the outer array, or add --chat, with which each array is a turn"),
             );
         }
-        let exists = Tokenizer::exists(&args.model);
-        let opened = exists.then(|| Tokenizer::open(&args.model, &decoder.config));
+        let decoder = &model.decoder;
+        let opened = model.has_tokenizer().then(|| model.tokenizer());
         let warn = |e| log.warn(&format!("{e}; only token ids are generated, no text is shown"));
         let tokenizer = opened.and_then(|opened| opened.map_err(warn).ok());
         for ids in &documents {

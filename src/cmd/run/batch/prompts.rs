@@ -11,9 +11,9 @@ use crate::cmd::args::Global;
 use crate::cmd::run::args::Args;
 use crate::env;
 use crate::error::{Error, Kind, Result};
-use crate::model::Decoder;
 use crate::model::chat::{ChatTemplate, Message};
 use crate::model::tokenizer::Tokenizer;
+use crate::model::{Decoder, Model};
 use crate::store::hex;
 use crate::wording::counted;
 
@@ -84,7 +84,7 @@ impl Prompts {
     ///
     /// # Errors
     /// The file cannot be read, no line can be answered, an interrupt.
-    pub fn read(path: &Path, args: &Args, decoder: &Decoder) -> Result<Self> {
+    pub fn read(path: &Path, args: &Args, model: &Model) -> Result<Self> {
         let text = std::fs::read_to_string(path).map_err(|e| match e.kind() {
             std::io::ErrorKind::InvalidData => {
                 Error::invalid(format!("{} is not UTF-8 text", path.display()))
@@ -93,7 +93,7 @@ impl Prompts {
             _ => Error::io(path, "read", &e),
         })?;
         let text = text.strip_prefix('\u{feff}').unwrap_or(&text);
-        let tokenizer = Tokenizer::open(&args.model, &decoder.config)?;
+        let (tokenizer, decoder) = (model.tokenizer()?, &model.decoder);
         let most = match args.beyond_context {
             true => usize::MAX,
             false => decoder.config.max_position_embeddings,
