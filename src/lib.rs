@@ -1,5 +1,10 @@
 //! kvsmith calibrates, packages and runs sparse KV-cache retrieval for Hugging Face checkpoints.
 //!
+//! A program that embeds it opens a [`Model`](model::Model), cuts text into a [`Corpus`](corpus::Corpus), runs a
+//! [`Calibration`](calibration::Calibration) on a [`Machine`](machine::Machine), opens the
+//! [`Artifact`](artifact::Artifact), asks what its verdict [recommends](runner::recommended()), and decodes sequences with
+//! an [`Engine`](runner::Engine). `examples/embed.rs` does all of it.
+//!
 //! The modules, from the ground up; each uses those above it in this list and none below. The last is the command line,
 //! behind the feature `cli`: nothing below it prints or reads flags ([`mod@env`] is what it asks of its host), and a signal is
 //! handled only if the host asks for it ([`mapped::install`], [`unfinished::install`]).
