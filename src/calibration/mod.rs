@@ -1,5 +1,6 @@
 //! Calibration: from a model and text to an artifact, layer by layer, with the verdict that is measured on it.
 
+mod dumped;
 mod layers;
 pub mod memory;
 mod sections;
@@ -24,9 +25,10 @@ use crate::parameters::choices;
 use crate::runner::verdict::Material;
 use crate::stats::moments::Position;
 use crate::work::WorkFolder;
+pub use dumped::{DumpFit, DumpSettings};
 use layers::Pass;
 use memory::{JudgedRows, MemoryPlan, query_rows};
-pub use sections::{SectionChoice, fit_layer};
+pub use sections::SectionChoice;
 use stages::Stages;
 use verdict::{Judging, VerdictSettings};
 

@@ -5,33 +5,24 @@ use std::path::{Path, PathBuf};
 
 use clap::builder::PossibleValuesParser;
 use clap::{Arg, ArgAction, ArgMatches, Command, FromArgMatches, value_parser};
-use ndarray::Axis;
 use serde_json::{Map, Value, json};
 
 use super::parameters::{flag_names, flags, values};
 use super::share::{LayerShare, environment, parse_layers};
 use super::task::Task;
 use super::{finish, output};
-use crate::artifact::{
-    self, Artifact, Facts, Fit, FitInput, LayerStates, MomentsRead, Section, SectionKind, SectionManifest,
-};
-use crate::calibration::{SectionChoice, fit_layer};
+use crate::artifact::{self, Facts, MomentsRead, SectionKind};
+use crate::calibration::{DumpFit, DumpSettings, SectionChoice};
 use crate::cmd::args::Global;
 use crate::cmd::flags::parse_count;
-use crate::cmd::terminal::{Log, with_flags};
+use crate::cmd::terminal::with_flags;
 use crate::compute::Workload;
 use crate::compute::cpu::Cpu;
 use crate::compute::device::Device;
-use crate::corpus::Origin;
-use crate::dump::moments::Moments;
-use crate::dump::{Dump, LayerDump, State};
-use crate::env::Progress as _;
-use crate::error::{Error, Result};
+use crate::dump::Dump;
+use crate::error::Result;
 use crate::heap;
-use crate::method::a2ats::CODEWORDS;
 use crate::method::sections::SECTIONS;
-use crate::model::rope::Rope;
-use crate::stats::moments::{LayerMoments, Position, QuerySums};
 
 /// Name of the flag for the position of the moments.
 const WROPE_POSITION: &str = "wrope-position";
@@ -218,38 +209,25 @@ impl SectionCommand {
             true => global.cpu_only(facts.command).map(|()| Box::new(Cpu))?,
             false => global.open_device(Workload::Fits)?,
         };
-        let dump = Dump::open(&self.dump)?;
-        if facts.reads_queries {
-            dump.check_queries()?;
-        }
-        if facts.reads_values {
-            dump.check_values()?;
-        }
-        let moments = self.moments(&dump)?;
-        let fit = self.kind.fit(
-            self.values.clone(),
-            &FitInput {
-                seed: global.seed,
-                position: moments.position(&dump),
-                block_start: &dump.corpus.block_start,
-                seq_len: dump.origin.calibration.seq_len,
-                kept: &dump.kept,
-                windows: &dump.origin.model.windows,
-                head_dim: dump.sizes.head_dim,
-                codewords: CODEWORDS,
-                reporter: &global.log(),
-            },
-        )?;
+        let (dump, log) = (Dump::open(&self.dump)?, global.log());
+        let settings = DumpSettings {
+            kind: self.kind,
+            values: self.values.clone(),
+            moments: self.moments.as_deref(),
+            wrope_position: self.wrope_position,
+            seed: global.seed,
+        };
+        let fit = DumpFit::new(&dump, &settings, &log)?;
         let n_layers = dump.sizes.n_layers;
         let layers = share
             .as_ref()
             .map(|(layers, _)| layers.resolve(n_layers, &environment));
         let layers = layers.transpose()?.unwrap_or(0..n_layers);
-        let mut section = Section::of_layers(fit.as_ref(), dump.sizes, layers, device.as_ref())?;
+        let mut section = fit.section(layers, device.as_ref())?;
         let shown = self.output.display();
         let document = |skipped: bool| json!({ "section": shown.to_string(), "device": device.name(), "skipped": skipped });
         let keeps = self.layers.is_some() && !global.overwrite;
-        if keeps && is_done(&self.output, &dump.origin, &section)? {
+        if keeps && fit.is_done(&self.output, &section)? {
             let note = format!("{shown} is already complete");
             return finish(global, &note, &self.output, &document(true));
         }
@@ -264,163 +242,8 @@ impl SectionCommand {
             task.set_part(format!("{}..{}", section.layers.start, section.layers.end));
             task.begin();
         }
-        fit_dump(
-            fit.as_ref(),
-            &mut section,
-            &dump,
-            &moments,
-            device.as_ref(),
-            global.log(),
-        )?;
-        artifact::write(output, dump.origin, vec![section])?;
+        fit.run(&mut section, device.as_ref())?;
+        artifact::write(output, dump.origin.clone(), vec![section])?;
         finish(global, &format!("wrote {shown}"), &self.output, &document(false))
     }
-
-    /// Finds where the moments come from: the file that was given, or the dump.
-    fn moments(&self, dump: &Dump) -> Result<MomentsSource> {
-        let read = self.kind.facts().moments;
-        let position = match (read, self.wrope_position) {
-            (MomentsRead::Nothing, _) => return Ok(MomentsSource::Nothing),
-            (MomentsRead::Own, _) => Some(Position::Own),
-            (MomentsRead::Chosen, b) => b.map(Position::Windowed),
-        };
-        let moments = match &self.moments {
-            None if dump.is_sharded() => {
-                let own = Position::Windowed(dump.options.wrope_position);
-                return Ok(MomentsSource::Blocks(position.unwrap_or(own)));
-            }
-            None => dump.moments()?,
-            Some(path) => {
-                let moments = Moments::read(path, dump.sizes)?;
-                if moments.origin != dump.origin || moments.shard.is_some() {
-                    let error = Error::mismatch(format!("{} was not made from this dump", path.display()));
-                    return Err(error.hint("give a moments file that was made from the same dump"));
-                }
-                moments
-            }
-        };
-        match position {
-            Some(position) => Ok(MomentsSource::File(Box::new(moments.at(position)?))),
-            None => Ok(MomentsSource::File(Box::new(moments))),
-        }
-    }
-}
-
-/// Where a fit's query moments come from.
-enum MomentsSource {
-    /// The fit reads none.
-    Nothing,
-    /// A file with those of all layers.
-    File(Box<Moments>),
-    /// The sums of every block, which the shards of a dump have beside the states; taken at this position.
-    Blocks(Position),
-}
-
-impl MomentsSource {
-    /// Returns the position to which the queries are rotated; that of the dump if the fit reads no moments.
-    fn position(&self, dump: &Dump) -> Position {
-        match self {
-            Self::Nothing => Position::Windowed(dump.options.wrope_position),
-            Self::File(moments) => moments.position,
-            Self::Blocks(position) => *position,
-        }
-    }
-
-    /// Returns the moments of a layer, and the sums from which those under other rotations follow if `with_sums` is set.
-    fn of_layer(
-        &self,
-        layer: usize,
-        states: &LayerDump,
-        with_sums: bool,
-        rope: &Rope,
-    ) -> Result<(Option<LayerMoments>, Option<QuerySums>)> {
-        match self {
-            Self::Nothing => Ok((None, None)),
-            Self::File(moments) => {
-                let sums = with_sums.then(|| moments.sums()).transpose()?;
-                Ok((
-                    Some(moments.layers[layer].clone()),
-                    sums.map(|sums| sums[layer].clone()),
-                ))
-            }
-            Self::Blocks(position) => {
-                let sums = states.sums()?;
-                Ok((Some(sums.at(*position, rope)), Some(sums)))
-            }
-        }
-    }
-}
-
-/// Tells whether `path` is the complete file of this section and these layers.
-///
-/// # Errors
-/// The file is another one, or damaged.
-fn is_done(path: &Path, origin: &Origin, section: &Section) -> Result<bool> {
-    if !path.exists() {
-        return Ok(false);
-    }
-    let found = Artifact::open_part(path, SECTIONS)?;
-    found.verify()?;
-    let manifest = &found.manifest;
-    let params = |of: &SectionManifest| (of.device.clone(), of.adapter.clone(), of.params.clone());
-    let own = manifest.sections.get(section.kind.name()).map(params);
-    let same = [
-        ("model", manifest.origin.model == origin.model),
-        ("text", manifest.origin.calibration == origin.calibration),
-        (
-            "version of kvsmith",
-            manifest.tool_version == env!("CARGO_PKG_VERSION"),
-        ),
-        ("layers", found.layers == section.layers),
-        (
-            "section, options or device",
-            own == Some(params(&section.manifest)),
-        ),
-    ];
-    match same.iter().find(|(_, same)| !same) {
-        None => Ok(true),
-        Some((what, _)) => {
-            let error = Error::usage(format!("{} exists, and its {what} differs", path.display()));
-            Err(error.hint("remove it, or choose another name with -o"))
-        }
-    }
-}
-
-/// Fits the layers of a section to the states of a dump.
-fn fit_dump(
-    fit: &dyn Fit,
-    section: &mut Section,
-    dump: &Dump,
-    moments: &MomentsSource,
-    device: &dyn Device,
-    log: Log,
-) -> Result<()> {
-    let (sizes, model) = (dump.sizes, &dump.origin.model);
-    let ropes = model.ropes();
-    let layers = section.layers.clone();
-    let progress = log.progress((layers.len() * sizes.n_kv_heads) as u64, "heads");
-    for layer in layers {
-        progress.layer(layer, sizes.n_layers, fit.kind().facts().stage);
-        let (file, rope) = (dump.layer(layer)?, ropes.of(layer));
-        let (moments, sums) = moments.of_layer(layer, &file, fit.reads_pre_sums(), rope)?;
-        let states = LayerStates {
-            layer,
-            sizes,
-            window: model.windows[layer],
-            device,
-            keys: &|head| file.read(State::KPre, head, 0, dump.n),
-            queries: &|head| {
-                let all = file.read(State::QPre, head, 0, dump.n)?;
-                Ok(all.select(Axis(0), fit.query_rows()))
-            },
-            values: &|head| file.read(State::V, head, 0, dump.n),
-            moments: moments.as_ref(),
-            sums: sums.as_ref(),
-            block_start: &dump.corpus.block_start,
-            kept: &dump.kept,
-            rope,
-        };
-        section.add(fit_layer(fit, &states, &progress, 1)?)?;
-    }
-    Ok(())
 }
