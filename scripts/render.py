@@ -365,14 +365,25 @@ def speed_sentence(document, found):
     others = [f"`{method}` {rate[method]:.0f} ({rate[method] / rate['full']:.1f} times{loss(method)})" for method, _ in pictures.SPEEDS if method in rate and method != "full"]
     machine = next(run["machine"] for run in document["runs"] if "smollm2-135m" in run["models"])
     where = ", ".join(part.strip() for part in machine.split(",")[:2])
-    said = (f"SmolLM2-135M on {where}, {longest:,} positions, tokens per second: full attention {rate['full']:.0f}; at {100 * pictures.SHARE:.0f}% of the bytes {listed(others)}. "
-            "`streaming` keeps fixed positions, so the gap to it is roughly the cost of choosing.")
+    peer = next((row["tokens_per_s"] for row in document["rows"] if row["program"] != "kvsmith" and row["context"] == longest and pictures.usual(row)), None)
+    beside = f" (llama.cpp {peer:.0f})" if peer else ""
+    said = (f"SmolLM2-135M on {where}, {longest:,} positions, tokens per second: full attention {rate['full']:.0f}{beside}; at {100 * pictures.SHARE:.0f}% of the bytes {listed(others)}. "
+            "`streaming` has nothing to choose.")
     drawn = {row["method"]: row for row in document["rows"] if (row["model"], row["weights"], row["context"]) == ("qwen3-0.6b", "bf16", 32768)}
     if drawn:
         same = ", on the same CPU," if machine == next(run["machine"] for run in document["runs"] if "qwen3-0.6b" in run["models"]) else ""
         times = listed([f"{drawn[method]['tokens_per_s'] / drawn['full']['tokens_per_s']:.1f} times with `{method}`" for method in ("wpq", "selfindex")])
         said += (f" In the shape of Qwen3-0.6B with random weights{same} at 32K positions, {100 * drawn['wpq']['budget']:g}% of them chosen: {times}; the loss there is unmeasured.")
     return said
+
+
+def equal_time_sentence(document):
+    """Say what each index loses in the time of wpq at a budget of 6%."""
+    wanted, found, full = tables.at_equal_time(document)
+    ours, *others = [(index, here, ends) for index, (_, here, ends) in found.items() if here is not None]
+    each = [f"{index} {here:.4f}{tables.spread(ends, 4)}" for index, here, ends in (ours, *others)]
+    return (f"`wpq` takes {wanted:.0f} us for one layer of SmolLM2-135M at {document['length']:,} positions and a budget of 6%, on one thread, and full attention {full:.0f} us. "
+            f"In the time of `wpq`, the indexes lose, in nats: {listed(each)} ([dev/wpq-notes.md](dev/wpq-notes.md#loss-at-equal-time)).")
 
 
 # Stages that measure the methods, which `--no-verdict` skips.
@@ -424,6 +435,7 @@ def blocks(found):
         made["decode-all"] = tables.decode_table(found["decode"], found)
         words = "Tokens per second against the length of the context, for full attention and for methods that read a tenth of the cache"
         made["speeds"] = "\n".join([picture("speed", words, "docs/pictures/"), wrapped(speed_sentence(found["decode"], found), README_WIDTH) + "\n"])
+    made["equal-time-said"] = found["equal-time"] and wrapped(equal_time_sentence(found["equal-time"])) + "\n"
     made["scale"] = document and scale(document, share)
     made["example"] = found["text"] and example(found["text"])
     made["retrieval"] = found["questions-4096"] and retrieval(found["questions-4096"], found["easy-4096"])

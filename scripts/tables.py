@@ -259,10 +259,15 @@ def decode_table(document, tables, shown=lambda row: True):
         # The losses were measured with weights in bf16.
         measured = setting_of(row, tables) if exact else None
         loss = "0" if row["method"] == "full" and exact and ours else decimals("kl", 4)(measured or {})
+        asked = (tables.get(f"questions-{row['context']}") or {}) if exact and ours and row["method"] == "full" and row["model"] == "smollm2-135m" else {}
+        answered = percent((measured or {}).get("needle_accuracy", asked.get("full_needle_accuracy")))
         rows.append([row["model"], row["weights"], f"{row['context']:,}", f"`{row['method']}`" if ours else f"llama.cpp, cache in {row['cache']}", reads, loss,
-                     percent((measured or {}).get("needle_accuracy")), rate])
+                     answered, rate])
     head = ["model", "weights", "positions", "method", "read", "KL, nats", "questions answered", "tokens/s (range)"]
-    machines = "; ".join(f"{', '.join(run['models'])}: {run['program']}, {run['machine']}, median of {run['rounds']} rounds" for run in document["runs"])
+    each = {}
+    for run in document["runs"]:
+        each.setdefault(f"{run['program']}, {run['machine']}, median of {run['rounds']} rounds", []).extend(run["models"])
+    machines = "; ".join(f"{', '.join(models)}: {how}" for how, models in each.items())
     return f"{machines}.\n\n" + filled(head, rows)
 
 
@@ -337,32 +342,39 @@ def center_table(document):
 
 def at_time(rows, losses, wanted):
     """Return the KL that an index has at a time, from that of its budgets on logarithmic scales: losses [.., budgets]; None outside their times."""
-    times = [row["us"] for row in rows]
+    # Noise aside, a smaller budget never takes longer.
+    times = np.minimum.accumulate([row["us"] for row in rows][::-1])[::-1]
     if not times[0] <= wanted <= times[-1]:
         return None
     logs = np.log(losses)
     return np.exp([np.interp(np.log(wanted), np.log(times), column) for column in np.atleast_2d(logs)])
 
 
-def time_table(document):
-    """Return loss against time, and the KL of every index at the time of the first one at a budget of 6%."""
+def at_equal_time(document):
+    """Return the time of the first index at a budget of 6%, in microseconds, and for each index its rows, and its KL and interval at that time."""
     found = {}
     for row in document["rows"]:
         found.setdefault(row["index"], []).append(row)
     wanted = next(row["us"] for row in next(iter(found.values())) if row["budget"] == 0.06)
-    rows = []
+    made = {}
     for index, each in found.items():
         if index == "full":
-            rows.append(["full attention", *[""] * (len(rows[0]) - 2), f"{each[0]['us']:.0f} us, 0"])
             continue
         losses = np.array([row["kl_by_block"] for row in each])
         here = at_time(each, losses.mean(1), wanted)
-        last = ""
-        if here is not None:
-            of = losses[:, picked(losses.shape[1])].mean(-1).T
-            last = f"{here[0]:.4f}" + (spread(interval(at_time(each, of, wanted)), 4) if losses.shape[1] >= FEWEST else "")
-        rows.append([index, *(f"{row['us']:.0f} us, {row['kl']:.4f}" for row in each), last])
-    budgets = [f"budget {100 * row['budget']:g}%" for row in next(iter(found.values()))]
+        ends = None
+        if here is not None and losses.shape[1] >= FEWEST:
+            ends = interval(at_time(each, losses[:, picked(losses.shape[1])].mean(-1).T, wanted))
+        made[index] = each, None if here is None else float(here[0]), ends
+    return wanted, made, next((each[0]["us"] for index, each in found.items() if index == "full"), None)
+
+
+def time_table(document):
+    """Return loss against time, and the KL of every index at the time of the first one at a budget of 6%."""
+    wanted, found, full = at_equal_time(document)
+    rows = [[index, *(f"{row['us']:.0f} us, {row['kl']:.4f}" for row in each), "" if here is None else f"{here:.4f}{spread(ends, 4)}"] for index, (each, here, ends) in found.items()]
+    rows += [["full attention", *[""] * (len(rows[0]) - 2), f"{full:.0f} us, 0"]] if full else []
+    budgets = [f"budget {100 * row['budget']:g}%" for row in next(iter(found.values()))[0]]
     return grid(["index", *budgets, f"KL at {wanted:.0f} us (95%)"], rows)
 
 
