@@ -87,9 +87,7 @@ fn errors_have_kinds_and_sources() {
         ..CorpusOptions::default()
     };
     let tokens = CorpusSource::Tokens(scratch.tokens("tokens.json", &documents(&[30], 1)).into());
-    let error = Corpus::load(&whole.path, whole.config(), &tokens, &options)
-        .err()
-        .expect("an error");
+    let error = Corpus::load(&whole.path, whole.config(), &tokens, &options).expect_err("an error");
     assert_eq!(error.kind(), Kind::Usage);
     assert!(
         error.to_string().starts_with("⟨holdout=2⟩ is out of range"),
