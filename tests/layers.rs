@@ -263,7 +263,7 @@ fn lines_with_flags(file: &str, text: &str) -> Vec<String> {
 /// A setting stands in a text of the library as `⟨seq_len⟩`; the command line writes it as a flag.
 #[test]
 fn texts_of_the_library_name_no_flags() {
-    let tree = Tree::read(&root().join("src"));
+    let tree = Tree::read(&root());
     let is_library =
         |file: &&String| !file.starts_with("cmd/") && !["cli.rs", "main.rs"].contains(&file.as_str());
     let found = tree.files.keys().filter(is_library).flat_map(|file| {
