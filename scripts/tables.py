@@ -378,9 +378,15 @@ def time_table(document):
     return grid(["index", *budgets, f"KL at {wanted:.0f} us (95%)"], rows)
 
 
+# Forms of the keys in code-store.json, in words.
+STORED = {"2 bits": "2 bits per channel", "3 bits": "3 bits per channel", "4 bits": "4 bits per channel", "sign and 2 bits": "sign and 2 bits (`--kv 2bit`)",
+          "codes": "codes of `wpq` alone", "codes and 2 bits in k": "codes and 2 bits per channel of the key",
+          "codes and 2 bits in z": "codes and 2 bits per channel of the quantiser"}
+
+
 def store_table(document):
     """Return the error of scores of each form of the keys."""
-    rows = [[row["form"], row["bits"], f"{np.mean(row['errors']):.4f}", f"{np.max(row['errors']):.3f}"] for row in document["rows"]]
+    rows = [[STORED[row["form"]], row["bits"], f"{np.mean(row['errors']):.4f}", f"{np.max(row['errors']):.3f}"] for row in document["rows"]]
     return grid(["key", "bits", "error, mean", "largest"], rows)
 
 
