@@ -258,10 +258,11 @@ def decode_table(document, tables, shown=lambda row: True):
         rate = f"{row['tokens_per_s']:.1f} ({min(row['rounds']):.1f} to {max(row['rounds']):.1f})"
         # The losses were measured with weights in bf16.
         measured = setting_of(row, tables) if exact else None
-        loss = "0" if row["method"] == "full" and exact and ours else decimals("kl", 4)(measured or {})
-        asked = (tables.get(f"questions-{row['context']}") or {}) if exact and ours and row["method"] == "full" and row["model"] == "smollm2-135m" else {}
+        is_real = row["model"] == "smollm2-135m"
+        loss = "0" if row["method"] == "full" and exact and ours and is_real else decimals("kl", 4)(measured or {})
+        asked = (tables.get(f"questions-{row['context']}") or {}) if exact and ours and row["method"] == "full" and is_real else {}
         answered = percent((measured or {}).get("needle_accuracy", asked.get("full_needle_accuracy")))
-        rows.append([row["model"], row["weights"], f"{row['context']:,}", f"`{row['method']}`" if ours else f"llama.cpp, cache in {row['cache']}", reads, loss,
+        rows.append([row["model"] if is_real else f"{row['model']}, random", row["weights"], f"{row['context']:,}", f"`{row['method']}`" if ours else f"llama.cpp, cache in {row['cache']}", reads, loss,
                      answered, rate])
     head = ["model", "weights", "positions", "method", "read", "KL, nats", "questions answered", "tokens/s (range)"]
     each = {}
@@ -372,10 +373,10 @@ def at_equal_time(document):
 def time_table(document):
     """Return loss against time, and the KL of every index at the time of the first one at a budget of 6%."""
     wanted, found, full = at_equal_time(document)
-    rows = [[index, *(f"{row['us']:.0f} us, {row['kl']:.4f}" for row in each), "" if here is None else f"{here:.4f}{spread(ends, 4)}"] for index, (each, here, ends) in found.items()]
-    rows += [["full attention", *[""] * (len(rows[0]) - 2), f"{full:.0f} us, 0"]] if full else []
+    rows = [[index, *(f"{row['us']:.0f} µs, {row['kl']:.4f}" for row in each), "" if here is None else f"{here:.4f}{spread(ends, 4)}"] for index, (each, here, ends) in found.items()]
+    rows += [["full attention", *[""] * (len(rows[0]) - 2), f"{full:.0f} µs, 0"]] if full else []
     budgets = [f"budget {100 * row['budget']:g}%" for row in next(iter(found.values()))[0]]
-    return grid(["index", *budgets, f"KL at {wanted:.0f} us (95%)"], rows)
+    return grid(["index", *budgets, f"KL at {wanted:.0f} µs (95%)"], rows)
 
 
 # Forms of the keys in code-store.json, in words.
