@@ -146,8 +146,10 @@ def main():
     parser.add_argument("--rounds", type=int, default=3, help="turns of each contender")
     arguments = parser.parse_args()
     version = subprocess.run([arguments.kvsmith, "--version"], check=True, capture_output=True, text=True).stdout.splitlines()
-    ggufs = {}
+    ggufs, peer = {}, {}
     if arguments.llama:
+        printed = subprocess.run([arguments.llama, "-c", "import llama_cpp; print(llama_cpp.__version__)"], check=True, capture_output=True, text=True).stdout
+        peer = {"peer": f"llama-cpp-python {printed.strip()}"}
         (arguments.real / "lab").mkdir(exist_ok=True)
         for weights in ("bf16", "q8"):
             path = arguments.real / "lab" / f"smollm2-{weights}.gguf"
@@ -158,7 +160,7 @@ def main():
     for name in arguments.only.split(","):
         rows = smollm2(arguments, ggufs) if name == "smollm2" else shape(arguments, name)
         mine = {row["model"] for row in rows}
-        run = {"models": sorted(mine), "program": ", ".join(version[:2]), "machine": machine(version), "rounds": arguments.rounds}
+        run = {"models": sorted(mine), "program": ", ".join(version[:2]), "machine": machine(version), "rounds": arguments.rounds} | (peer if name == "smollm2" else {})
         document["runs"] = [of for of in document["runs"] if not mine & set(of["models"])] + [run]
         document["rows"] = [row for row in document["rows"] if row["model"] not in mine] + rows
         documents.save("decode", document)

@@ -23,7 +23,7 @@ import numpy as np
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "scripts"))
 import documents  # noqa: E402
 from results import FORMS as SECTIONS  # noqa: E402
-from results import Results  # noqa: E402
+from results import Results, require_apart  # noqa: E402
 
 BUDGETS = (0.015, 0.03, 0.06, 0.12, 0.24)
 CONTEXT, SHAPE, STEPS, TURNS = 8192, "9/3x64", 16, 5
@@ -63,6 +63,7 @@ def losses(results, forms, blocks):
     of_handbook = results.blocks("handbook", CONTEXT, blocks // 2)
     for work, of_work in (("handbook", of_handbook), ("python", results.blocks("python", CONTEXT, blocks - len(of_handbook)))):
         corpus, artifact = results.of(work)
+        require_apart({corpus.name: results.fits[corpus.name]}, work)
         mean = results.form(corpus, *SECTIONS["mean"])
         text = results.tokens(f"equal-time-{work}", of_work)
         methods = ",".join(dict.fromkeys(method for _, method, _, _ in forms))

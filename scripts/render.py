@@ -135,8 +135,6 @@ def of_works(works):
 
 def calibration(document):
     """Say what the artifacts of a table were fitted to."""
-    if "calibration_text" in document:
-        return document["calibration_text"]
     alike = {}
     for name, fit in document["calibration"].items():
         # Artifacts of other texts of the same works differ by the tokens that make a block whole.
@@ -181,18 +179,16 @@ def results_page(found):
         parts += ["## In short\n", "\n".join(f"- {said}" for said in summary(found)) + "\n", picture("loss", "Loss of each method against the bytes that it reads", "pictures/"), READING]
     for name, share in (("text", 0.2), ("long", 0.1)):
         if document := found[name]:
-            about = of_blocks(document) + (EARLY if is_early(document) else "")
-            parts += [f"## {document['length']:,} tokens, {100 * share:.0f}% of the bytes\n", about, tables.short_table(document, share)]
+            parts += [f"## {document['length']:,} tokens, {100 * share:.0f}% of the bytes\n", of_blocks(document), tables.short_table(document, share)]
     for name in ("questions-4096", "questions-8192"):
         if document := found[name]:
-            fitted = "The artifact is that of the table above." if is_early(document) else calibration(document)
             parts += [f"## {document['questions']} questions about {document['length']:,} tokens, 10% of the bytes\n",
-                      f"{QUESTIONS} {fitted} Full attention answers {percent(document['full_needle_accuracy'])}.\n", tables.short_questions(document)]
+                      f"{QUESTIONS} {calibration(document)} Full attention answers {percent(document['full_needle_accuracy'])}.\n", tables.short_questions(document)]
     if found["claims"]:
         fits = found["claims"].get("calibration", {}).values()
         kinds = listed([NAMES[kind] for fit in fits for kind in fit["fitted"]])
-        # Stops if the table's own record says that the measured work was fitted.
-        fitted = f"The artifact was fitted to {kinds if fitted_to(found['claims']) == 'other works' else fitted_to(found['claims'])}."
+        require_other_works(found["claims"])
+        fitted = f"The artifact was fitted to {kinds}."
         parts += ["## What the papers claim\n", f"{CLAIMS_HERE.rstrip()} {fitted}\n", "<details><summary>The claims of the papers and how they fared</summary>\n", tables.claims_list(found), "</details>\n"]
     return wrapped("\n".join(parts)).rstrip("\n") + "\n"
 
@@ -206,7 +202,7 @@ def picture(name, words, folder):
 def summary(found):
     """Say in a few sentences what was found."""
     said = []
-    for document in [found[name] for name in ("text", "long") if found[name] and not is_early(found[name])]:
+    for document in [found[name] for name in ("text", "long") if found[name]]:
         lost, exact, same, more = [], [], [], []
         for share in tables.shares_of(document):
             rows = {row["method"]: row for row, _ in tables.chosen_rows(document, share)}
@@ -224,32 +220,19 @@ def summary(found):
     return said
 
 
-def is_early(document):
-    """Tell whether a table was measured with an artifact of the measured works, without the methods that came later."""
-    return "calibration_text" in document
-
-
-def fitted_to(document):
-    """Say whether a table was measured with artifacts of other works; stop if its own record of the fits says otherwise."""
-    if is_early(document):
-        return "other chapters of the same works"
+def require_other_works(document):
+    """Stop if a table's own record of the fits says that an artifact was fitted to the work that it is measured on."""
     for work in set(document["works"]):
         for name, fit in document["calibration"].items():
             if name.startswith(f"for-{work}") and work in fit["fitted"]:
                 sys.exit(f"error: {document['table']}: {name} is fitted to {work}, which is measured\nhint: measure the table again")
         if not any(name.startswith(f"for-{work}") for name in document["calibration"]):
             sys.exit(f"error: {document['table']}: no artifact is for {work}\nhint: measure the table again")
-    return "other works"
-
-
-EARLY = """This table was measured before `pqcache`, `doublesparsity`, `randsign` and `triattention` were implemented and before options were searched
-for, so they are missing.
-"""
 
 
 def headline(found):
     """Return the table of text that README shows, and the share of its bytes."""
-    name, share = ("long", 0.1) if found["long"] and not is_early(found["long"]) else ("text", 0.2)
+    name, share = ("long", 0.1) if found["long"] else ("text", 0.2)
     return found[name], share
 
 
@@ -257,7 +240,7 @@ def listed(words):
     return words[0] if len(words) == 1 else f"{', '.join(words[:-1])} and {words[-1]}"
 
 
-ROWS_OF_README, README_WIDTH = 8, 165
+ROWS_OF_README, README_WIDTH = 8, 170
 
 
 def loss_table(found):
@@ -300,6 +283,15 @@ def question_sentence(document):
 
     return (f"Each of {document['questions']} questions asks for one of eight facts hidden in {document['length']:,} tokens. Full attention answers "
             f"{percent(document['full_needle_accuracy'])}; at 10% of the bytes, {listed([answered(row) for row in each])}.")
+
+
+def answers_sentence(document):
+    """Say what share of the questions full attention answers, and whether wpq differs from it."""
+    full = document["full_needle_accuracy"]
+    ours = next(row for row in best_answers(document) if row["method"] == "wpq")
+    ends = intervals.mean_interval(tables.scores(ours))
+    differs = "does not differ" if ends[0] <= full <= ends[1] else "differs"
+    return f"Full attention answers {percent(full)} of {document['questions']}; `wpq` {differs}{tables.spread(ends, 1, 100)}."
 
 
 def best_answers(document):
@@ -381,9 +373,34 @@ def equal_time_sentence(document):
     """Say what each index loses in the time of wpq at a budget of 6%."""
     wanted, found, full = tables.at_equal_time(document)
     ours, *others = [(index, here, ends) for index, (_, here, ends) in found.items() if here is not None]
+    lost = {index: here for index, here, _ in (ours, *others)}
+    if not lost["`wpq` around the mean"] < lost["`wpq`"] < lost["`selfindex`"]:
+        sys.exit("error: docs/methods.md says what wpq, wpq around the mean and selfindex lose at equal time, and equal-time.json no longer does\nhint: write what is true")
     each = [f"{index} {here:.4f}{tables.spread(ends, 4)}" for index, here, ends in (ours, *others)]
     return (f"`wpq` takes {wanted:.0f} µs for one layer of SmolLM2-135M at {document['length']:,} positions and a budget of 6%, on one thread, and full attention {full:.0f} µs. "
             f"Given as much time as `wpq`, the indexes lose, in nats: {listed(each)} ([dev/wpq-notes.md](dev/wpq-notes.md#loss-at-equal-time)).")
+
+
+def study_sentence(document):
+    """Say whether calibration pays; stop if the table no longer shows it."""
+    rows = {(row["method"], row["index"]): row for row in document["rows"]}
+
+    def against(method, index, usual="calibrated"):
+        row, first = rows[method, index], rows[method, usual]
+        return row["kl"] / first["kl"], intervals.paired(row["kl_by_block"], first["kl_by_block"])[1]
+
+    random = {method: against(method, "random codewords") for method in ("a2ats", "wpq")}
+    nothing = against("wpq", "no data: random rotation, one bit a channel")
+    own = {method: against(method, "fitted to the prompt") for method in ("a2ats", "wpq")}
+    signs = against("selfindex", "calibrated", "centroids of the prompt alone (the paper)")
+    priors = against("lfps", "no priors (the paper)")
+    more = [random["a2ats"], random["wpq"], nothing, signs]
+    undecided = [own["wpq"], priors]
+    if not (all(ends[0] > 0 for _, ends in more) and own["a2ats"][1][1] < 0 and all(ends[0] <= 0 <= ends[1] for _, ends in undecided)):
+        sys.exit("error: study-pays.json no longer shows what the page says of it\nhint: write what is true")
+    return (f"Calibration pays: with random codewords `a2ats` loses {random['a2ats'][0]:.1f} times as much and `wpq` {random['wpq'][0]:.1f} times; a quantiser that knows "
+            f"nothing of the model loses {nothing[0]:.1f} times as much as `wpq`. A fit to the prompt itself is better for `a2ats` alone, and would have to wait for every prompt. "
+            "Calibrated centroids of `selfindex` lose more, so they are off by default; priors of `lfps` are undecided. The artifact was fitted to other chapters of both works.")
 
 
 # Stages that measure the methods, which `--no-verdict` skips.
@@ -423,12 +440,12 @@ def blocks(found):
     made = {"losses": None, "speeds": None, "decode": None, "decode-all": None, "times": found["times"] and wrapped(times_sentence(found["times"]), README_WIDTH) + "\n"}
     document, share = headline(found)
     if document:
+        require_other_works(document)
         about = (f"{len(document['works'])} blocks of {document['length']:,} tokens of {' and '.join(NAMES[work] for work in dict.fromkeys(document['works']))}, {100 * share:.0f}% of the bytes; "
-                 f"fitted to {fitted_to(document)}. [{len(tables.chosen_rows(document, share)) - ROWS_OF_README} more rows](docs/results.md).")
+                 f"fitted to other works. [{len(tables.chosen_rows(document, share)) - ROWS_OF_README} more rows](docs/results.md).")
         sentences = [ratio_sentence(document, share)]
         if asked := found["questions-4096"]:
-            other = " The artifact for the questions was fitted to other chapters of the same works." if is_early(asked) else ""
-            sentences.append(f"Full attention answers {percent(asked['full_needle_accuracy'])} of the {asked['questions']} questions (2 more are noise).{other}")
+            sentences.append(answers_sentence(asked))
         made["losses"] = "\n".join([wrapped(about, README_WIDTH), "", loss_table(found), wrapped(" ".join(sentences), README_WIDTH) + "\n"])
     if found["decode"]:
         made["decode"] = tables.decode_table(found["decode"], found, pictures.usual)
@@ -436,6 +453,7 @@ def blocks(found):
         words = "Tokens per second against the length of the context, for full attention and for methods that read a tenth of the cache"
         made["speeds"] = "\n".join([picture("speed", words, "docs/pictures/"), wrapped(speed_sentence(found["decode"], found), README_WIDTH) + "\n"])
     made["equal-time-said"] = found["equal-time"] and wrapped(equal_time_sentence(found["equal-time"])) + "\n"
+    made["study-pays-said"] = found["study-pays"] and wrapped(study_sentence(found["study-pays"])) + "\n"
     made["scale"] = document and scale(document, share)
     made["example"] = found["text"] and example(found["text"])
     made["retrieval"] = found["questions-4096"] and retrieval(found["questions-4096"], found["easy-4096"])

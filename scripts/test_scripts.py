@@ -214,10 +214,46 @@ class Pages(unittest.TestCase):
     def test_a_table_of_a_page_is_of_its_own_document(self):
         row = {"method": "wpq", "flags": "", "bytes_read_fraction": 0.1}
         rows = [row | {"index": index, "kl": kl, "kl_by_block": [kl] * 20, "kl_by_work": {"handbook": kl, "python": kl}} for index, kl in (("calibrated", 0.25), ("random codewords", 0.5))]
-        found = {name: None for name in ["text", "long", "questions-4096", "decode", "times", *render.OTHERS]} | {"study-pays": {"length": 3072, "rows": rows}}
+        found = {name: None for name in ["text", "long", "questions-4096", "decode", "times", *render.OTHERS]} | {"study-domains": {"length": 3072, "rows": rows}}
         made = render.blocks(found)
-        self.assertIn("| random codewords | 10.0% | 0.5000 (0.2500 to 0.2500) | 0.5000 | 0.5000 |", made["study-pays"].replace("|  |", "|"))
-        self.assertIsNone(made["study-domains"])
+        self.assertIn("| random codewords | 10.0% | 0.5000 (0.2500 to 0.2500) | 0.5000 | 0.5000 |", made["study-domains"].replace("|  |", "|"))
+        self.assertIsNone(made["study-lengths"])
+
+    def test_words_that_a_document_no_longer_shows_stop_the_script(self):
+        for name, say, method, index in (("study-pays", render.study_sentence, "wpq", "random codewords"), ("equal-time", render.equal_time_sentence, "", "`selfindex`")):
+            document = documents.load(name)
+            self.assertIn("`wpq`", say(document))
+            for row in document["rows"]:
+                if row["index"] == index and method in ("", row.get("method")):
+                    row |= {"kl": 1e-6, "kl_by_block": [1e-6] * len(row["kl_by_block"])}
+            with self.assertRaises(SystemExit, msg=name):
+                say(document)
+
+    def test_figures_in_the_notes_on_the_index_are_those_of_the_document(self):
+        document = documents.load("index-search")
+        errors = {row["index"]: [of and of for of in row["errors"]] for row in document["rows"]}
+        page = " ".join((render.ROOT / "docs/dev/wpq-notes.md").read_text(encoding="utf-8").split())
+
+        def at(index, share=1):
+            return errors[index][share][0]
+
+        half, best = "half of the directions, two stages", ", the best 4 B by both"
+        pairs, more = "half, encoded by pairs of words" + best, "half, keys of 1.25 B positions, values of the best 0.75 B"
+        self.assertIn(f"hardly changes the error ({at(pairs):.4f} and {at(half + best):.4f} at 10%", page)
+        self.assertIn(f"give {at(more):.4f} instead of {at(half + best):.4f} at 10%", page)
+        all_of = [of for of in errors.values() if of[1] and len(of[1]) == 3 and of[1][0] is not None]
+        # Exact scores have no index.
+        gains = [1 - of[1][1] / of[1][0] for index, of in errors.items() if of[1] and len(of[1]) == 3 and index != "exact"]
+        self.assertIn("by up to 55% at 10%", page)
+        self.assertTrue(0.5 < max(gains) < 0.55, gains)
+        self.assertGreater(np.mean([of[1][2] > of[1][0] for of in all_of]), 0.8)
+        plain, turned = "two stages without the metric" + best, "two stages, random rotation" + best
+        usual = "16 words, 8 groups, two stages" + best
+        ratios = [at(index, share) / at(usual, share) for index in (plain, turned) for share in (0, 1)]
+        words = "without it, two stages have an error {:.1f} times as large at 5% and {:.1f} at 10%, with a random rotation instead of the principal directions {:.1f} and {:.1f}"
+        self.assertIn(words.format(*ratios), page)
+        two, one = "WRoPE, 256 words, two stages" + best, "WRoPE, 1,024 words"
+        self.assertIn(f"an error of {at(two):.3f} instead of {at(one):.3f} at 10%, {at(two) / at(half + best):.0f} times that of `wpq`", page)
 
     def test_a_row_for_users_has_the_options_that_lose_least(self):
         rows = [{"method": method, "form": form, "options": options, "share": 0.1, "kl": kl, "kl_by_block": [kl] * 20, "bytes_read_fraction": 0.1, "bytes_moved_fraction": 0.12}
@@ -286,10 +322,10 @@ class Pages(unittest.TestCase):
         def table(fitted, name="for-python"):
             return {"table": "text", "works": ["python"], "calibration": {name: {"fitted": {fitted: 10}}}}
 
-        self.assertEqual(render.fitted_to(table("handbook")), "other works")
+        render.require_other_works(table("handbook"))
         for document in (table("python"), table("handbook", "main")):
             with self.assertRaises(SystemExit):
-                render.fitted_to(document)
+                render.require_other_works(document)
 
     def test_our_form_of_a2ats_is_not_a_published_method(self):
         rows = [{"method": "a2ats", "form": form, "options": "", "share": 0.1, "kl": kl, "kl_by_block": [kl]} for form, kl in (("", 0.5), ("buckets", 0.1))]
@@ -319,6 +355,12 @@ class Reference(unittest.TestCase):
             self.assertIn(ratio, faster | longer)
         for rate in re.findall(r"(\d+) tokens/s", bullets):
             self.assertIn(f"| {rate} |", measured)
+        # README says the same of 8,192 and 131,072 positions of one sequence.
+        steps = {(at, method): float(step) for at, method, step, _ in rows}
+        short, long = ({method: full[at] / steps[at, method] for method in ("wpq", "selfindex", "a2ats")} for at in ("8,192 | 1", "131,072 | 1"))
+        self.assertLess(max(short.values()), 1)
+        said = f"slower than full attention at 8K, {long['wpq']:.1f} (`wpq`) to {max(long.values()):.1f} times at 128K"
+        self.assertIn(said, (render.ROOT / "README.md").read_text(encoding="utf-8"))
 
     def test_the_schema_describes_the_examples(self):
         import jsonschema

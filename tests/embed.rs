@@ -81,6 +81,27 @@ fn errors_have_kinds_and_sources() {
         "{hint}"
     );
     assert_eq!(family(json!(3)).kind(), Kind::Invalid);
+    // An artifact of another model, and cancelled work.
+    let artifact = scratch.make(
+        "artifact",
+        &format!(
+            "calibrate --model {folder} --tokens {} --size 4 --no-verdict",
+            scratch.tokens("text.json", &documents(&[60], 2))
+        ),
+    );
+    let artifact = Artifact::open(artifact.as_ref(), SECTIONS).unwrap();
+    let another = Model::open(checkpoint("qwen2_bias").as_ref()).unwrap();
+    assert_eq!(
+        recommended(&artifact, &another, 0)
+            .err()
+            .expect("an error")
+            .kind(),
+        Kind::Mismatch
+    );
+    let env = Env::default();
+    env.cancel.cancel();
+    let stopped = env.during(kvsmith::env::check).expect_err("cancelled");
+    assert_eq!(stopped.kind(), Kind::Interrupted);
     // Settings stand in angle brackets, for each user of the library to write in its own way.
     let options = CorpusOptions {
         holdout: 2.0,

@@ -32,22 +32,19 @@ pub fn with_flags(text: &str) -> Cow<'_, str> {
 }
 
 /// Makes a text ready for stderr.
-fn shown(text: &str) -> Cow<'_, str> {
+fn shown(text: &str) -> String {
     let text = with_flags(text);
-    let text = match harmless(&text) {
-        Cow::Borrowed(_) => text,
-        Cow::Owned(escaped) => Cow::Owned(escaped),
-    };
+    let text = harmless(&text);
     match std::io::stderr().is_terminal() {
-        true => Cow::Owned(wrapped(&text, columns())),
-        false => text,
+        true => wrapped(&text, columns()),
+        false => text.into_owned(),
     }
 }
 
 /// Writes a message that begins with what it is, which has a colour on terminals that show colours.
 fn say_as(what: &str, colour: Color, text: &str) {
     let label = format!("{what}:");
-    let line = shown(&format!("{label} {text}")).into_owned();
+    let line = shown(&format!("{label} {text}"));
     let rest = line.strip_prefix(&label).unwrap_or(&line);
     let label = console::style(label.as_str()).fg(colour).bold().for_stderr();
     let _ = writeln!(std::io::stderr(), "{label}{rest}");

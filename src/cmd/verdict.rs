@@ -103,7 +103,7 @@ pub fn run(args: &Args, global: &Global) -> Result<()> {
     let artifact = Artifact::open(&args.artifact, SECTIONS)?;
     let model = open_model(&args.model, log)?;
     let decoder = &model.decoder;
-    let fingerprint = decoder.checkpoint.fingerprint(&decoder.config)?;
+    let fingerprint = model.fingerprint()?;
     artifact.check_model(&fingerprint, decoder.config.sizes())?;
     let settings = args.flags.settings();
     let wanted = Some(settings.wanted());

@@ -84,12 +84,19 @@ impl Model {
         Tokenizer::exists(&self.path)
     }
 
-    /// Describes the model for a manifest, with the fingerprint of its weights.
+    /// Returns the fingerprint of the configuration and the weights, by which an artifact knows its model.
+    ///
+    /// # Errors
+    /// The weights cannot be read.
+    pub fn fingerprint(&self) -> Result<String> {
+        self.decoder.checkpoint.fingerprint(&self.decoder.config)
+    }
+
+    /// Describes the model for a manifest.
     ///
     /// # Errors
     /// The weights cannot be read.
     pub fn manifest(&self) -> Result<ModelManifest> {
-        let fingerprint = self.decoder.checkpoint.fingerprint(&self.decoder.config)?;
-        ModelManifest::new(&folder::name(&self.path), &self.decoder.config, &fingerprint)
+        ModelManifest::new(&folder::name(&self.path), self.config(), &self.fingerprint()?)
     }
 }

@@ -17,8 +17,7 @@ use crate::model::Model;
 /// The artifact is for another model, has no verdict, or one that recommends nothing.
 pub fn recommended(artifact: &Artifact, model: &Model, seed: u64) -> Result<(Box<dyn Method>, Options)> {
     let decoder = &model.decoder;
-    let fingerprint = decoder.checkpoint.fingerprint(&decoder.config)?;
-    artifact.check_model(&fingerprint, decoder.config.sizes())?;
+    artifact.check_model(&model.fingerprint()?, decoder.config.sizes())?;
     let verdict = artifact.manifest.quality.methods.as_ref().ok_or_else(|| {
         Error::not_found("the artifact has no verdict").hint("measure one, or choose a method and a budget")
     })?;
