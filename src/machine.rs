@@ -7,12 +7,15 @@ use crate::compute::cuda::driver::Driver;
 use crate::compute::device::Device;
 use crate::cuda::check_model;
 use crate::cuda::layers::CudaLayers;
+pub use crate::cuda::room::{Expected, RowsIn};
 use crate::cuda::room::{Extent, Source};
 use crate::env::Reporter;
 use crate::error::Result;
 use crate::float::Float;
+use crate::method::Method;
 use crate::model::Decoder;
 use crate::model::forward::{CpuForward, CpuLayers, Forward, Layers};
+use crate::runner::{Engine, Options};
 
 /// A device, and how models run on it.
 #[derive(Clone, Copy)]
@@ -23,6 +26,8 @@ pub struct Machine<'a> {
     pub falls_back: bool,
     /// The type of what a GPU multiplies with 16-bit weights.
     pub precision: Precision,
+    /// Which memory holds the cached rows of a model that runs on a GPU.
+    pub rows: RowsIn,
     /// Whom to tell where the model runs.
     pub reporter: &'a dyn Reporter,
 }
@@ -34,6 +39,7 @@ impl<'a> Machine<'a> {
             device,
             falls_back: true,
             precision: Precision::Auto,
+            rows: RowsIn::Device,
             reporter,
         }
     }
@@ -81,6 +87,41 @@ impl<'a> Machine<'a> {
             Some(driver) => Box::new(CudaLayers::new(driver, decoder, self.precision)?),
             None => Box::new(CpuLayers(decoder)),
         })
+    }
+
+    /// Opens an engine. On a GPU that can run the model, caches and selection are there too if the method can run there, and rows
+    /// where the machine says; otherwise both are on the CPU.
+    ///
+    /// # Errors
+    /// As [`Machine::forward`].
+    pub fn engine<'l>(
+        &self,
+        decoder: &'l Decoder,
+        method: &'l dyn Method,
+        options: Options,
+        expected: Expected,
+    ) -> Result<Engine<'l>>
+    where
+        'a: 'l,
+    {
+        if self.can_run(decoder)?
+            && let Some(driver) = self.device.cuda()
+        {
+            if self.rows.can(method, &options, expected.later_prompts) {
+                let source = Source {
+                    driver,
+                    decoder,
+                    precision: self.precision,
+                };
+                let tell = |text: &str| self.reporter.detail(text);
+                let sequences = source.sequences(method, options, self.rows, expected, &tell)?;
+                return Ok(Engine::on_device(Box::new(sequences), options));
+            }
+            self.reporter
+                .note("the KV caches and the selection are on the CPU");
+        }
+        let forward = self.forward(decoder, expected.prompt)?;
+        Ok(Engine::new(forward, method, options))
     }
 
     /// Prepares a model for inference with prompts of up to `longest` tokens: on the device if that is a GPU that can run it,

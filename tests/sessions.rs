@@ -153,6 +153,31 @@ fn many_sequences_give_what_each_gives_alone() {
     }
 }
 
+/// What is compared with the free memory before a sequence is opened is about what it then holds.
+#[test]
+fn the_memory_of_a_sequence_is_known_before_it_is_opened() {
+    const N: usize = 140;
+    for model in Model::all() {
+        for method in METHODS {
+            for kv in [KvType::Bf16, KvType::TwoBit] {
+                let prepared = model.prepared(*method);
+                let mut engine = model.engine(prepared.as_ref(), options(Budget::Fraction(0.1), kv));
+                let [rows, index] = engine.bytes_for(N).unwrap().map(|bytes| bytes as f64);
+                let id = engine.open(N).unwrap();
+                engine.prefill(id, &model.ids[..N]).unwrap();
+                engine.step(&[(id, 1)]).unwrap();
+                let [held_rows, held] = engine.bytes().map(|bytes| bytes as f64);
+                let name = format!("{} {kv:?} {}", method.as_str(), model.decoder.config.head_dim);
+                // A cache grows by an eighth at a time; a 2-bit cache also holds some positions in full.
+                let full = if kv == KvType::TwoBit { 4.0 } else { 1.2 };
+                assert!(rows <= held_rows && held_rows <= full * rows, "{name}: {rows} {held_rows}");
+                assert!(held <= 1.3 * index + 64.0, "{name}: holds {held}, not {index}");
+                assert!(index <= 2.0 * held, "{name}: holds {held}, not {index}");
+            }
+        }
+    }
+}
+
 #[test]
 fn what_an_engine_cannot_do_is_refused_and_changes_nothing() {
     let model = Model::all().next().unwrap();

@@ -19,7 +19,7 @@ use crate::compute::{self, Workload};
 use crate::compute::{DeviceKind, Precision};
 use crate::corpus::{self, TextFiles};
 use crate::error::{Error, Result};
-use crate::machine::Machine;
+use crate::machine::{Machine, RowsIn};
 use crate::model::folder;
 
 /// Options of every command.
@@ -84,6 +84,7 @@ impl Global {
             device,
             falls_back: self.device == DeviceKind::Auto,
             precision: self.precision,
+            rows: RowsIn::Device,
             reporter: log,
         }
     }

@@ -12,6 +12,7 @@ use crate::compute::device::Device;
 use crate::error::{Error, Result};
 use crate::kv::static_set::{SINKS, WINDOW};
 use crate::kv::{Budget, KvType};
+use crate::machine::RowsIn;
 use crate::method::declaration::Ask;
 use crate::method::params::MethodParams;
 use crate::method::registry::MethodName;
@@ -112,9 +113,12 @@ impl Reading {
         })
     }
 
-    /// Tells whether the caches stay in the machine's memory although the model is on a GPU.
-    pub(super) fn on_host(&self) -> bool {
-        self.kv == Some(Kv::Host)
+    /// Returns which memory holds the cached rows of a model that is on a GPU.
+    pub(super) fn rows(&self) -> RowsIn {
+        match self.kv {
+            Some(Kv::Host) => RowsIn::Host,
+            _ => RowsIn::Device,
+        }
     }
 
     /// Rounds the weights as asked.
@@ -141,7 +145,7 @@ impl Reading {
 
     /// Fails if the device cannot hold the caches that were asked for.
     pub(super) fn check(&self, device: &dyn Device) -> Result<()> {
-        if self.on_host() && device.cuda().is_none() {
+        if self.rows() == RowsIn::Host && device.cuda().is_none() {
             return Err(Error::usage("--kv host is available with --device cuda only")
                 .hint("use --kv bf16; on the CPU, every cache is in the machine's memory"));
         }

@@ -4,6 +4,7 @@
 //! run of launches, from the ids to the logits, during which the host waits for nothing.
 
 use std::ops::Range;
+use std::sync::Arc;
 
 use ndarray::Array1;
 
@@ -26,7 +27,7 @@ use crate::method::cuda::{CudaIndex, CudaNeeds, CudaStep, Indexes, OnDevice, TAL
 use crate::method::{CUDA_GRANULE, Method, Reads};
 use crate::runner::{Backend, Counts, Options, Shares, StepAt, Trace};
 
-/// A model with its caches and indexes on the device. It holds one sequence for a session, or several sequences that
+/// A model with its caches and indexes on the device. Several backends may share the weights. It holds one sequence for a session, or several sequences that
 /// [`CudaBackend::feed`] and [`CudaBackend::advance`] continue together.
 pub struct CudaBackend<'a> {
     model: DeviceModel<'a>,
@@ -78,7 +79,7 @@ impl<'a> CudaBackend<'a> {
     /// # Errors
     /// Sizes that the kernels do not support; out of memory.
     pub fn new(
-        body: Body<'a>,
+        body: impl Into<Arc<Body<'a>>>,
         method: &dyn Method,
         options: Options,
         sequences: usize,
@@ -94,7 +95,7 @@ impl<'a> CudaBackend<'a> {
     /// # Errors
     /// As [`CudaBackend::new`].
     pub fn random(
-        body: Body<'a>,
+        body: impl Into<Arc<Body<'a>>>,
         method: &dyn Bench,
         codewords: usize,
         options: Options,
@@ -122,12 +123,13 @@ impl<'a> CudaBackend<'a> {
     }
 
     fn with(
-        body: Body<'a>,
+        body: impl Into<Arc<Body<'a>>>,
         options: Options,
         sequences: usize,
         capacity: usize,
         indexes: impl FnOnce(OnDevice<'a>, &[Limits]) -> Result<Indexes<'a>>,
     ) -> Result<Self> {
+        let body = body.into();
         let driver = body.driver;
         let shape = body.sizes().shape(sequences, capacity).checked()?;
         let model = DeviceModel::new(body, shape, &options)?;

@@ -8,6 +8,7 @@
 mod static_set;
 
 use std::ops::Range;
+use std::sync::Arc;
 
 use ndarray::{Array1, Array2, ArrayView2, ArrayView3, s};
 use rayon::prelude::*;
@@ -80,11 +81,12 @@ impl<'a> HostBackend<'a> {
     /// # Errors
     /// Out of memory for an index.
     pub fn new(
-        body: Body<'a>,
+        body: impl Into<Arc<Body<'a>>>,
         method: &dyn Method,
         options: Options,
         [expected, capacity]: [usize; 2],
     ) -> Result<Self> {
+        let body = body.into();
         let driver = body.driver;
         let shape = body.sizes().shape(1, capacity).checked()?;
         let kind = kind(&options)?;

@@ -1,5 +1,7 @@
 //! A model on the device with the buffers of its sessions, whose caches may be on the device or in host memory.
 
+use std::sync::Arc;
+
 use ndarray::Array1;
 
 use super::body::Body;
@@ -15,7 +17,7 @@ use crate::runner::{Options, Trace};
 
 /// A model on the device, the positions of its sequences and the buffers of a decode step.
 pub(super) struct DeviceModel<'a> {
-    pub body: Body<'a>,
+    pub body: Arc<Body<'a>>,
     pub rotation: Rotation<'a>,
     pub space: StepSpace<'a>,
     pub windows: Windows<'a>,
@@ -26,7 +28,7 @@ impl<'a> DeviceModel<'a> {
     ///
     /// # Errors
     /// Out of memory.
-    pub fn new(body: Body<'a>, shape: Shape, options: &Options) -> Result<Self> {
+    pub fn new(body: Arc<Body<'a>>, shape: Shape, options: &Options) -> Result<Self> {
         Ok(Self {
             rotation: Rotation::new(body.driver, &body.rope, 0, shape.capacity)?,
             space: StepSpace::new(&body, shape.sequences)?,

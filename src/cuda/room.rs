@@ -2,6 +2,7 @@
 //! bytes, and what it needs is compared with the free memory.
 
 use std::ops::Range;
+use std::sync::Arc;
 
 use super::backend::CudaBackend;
 use super::body::Body;
@@ -14,7 +15,7 @@ use crate::env;
 use crate::error::{Error, Result};
 use crate::method::Method;
 use crate::model::Decoder;
-use crate::runner::Options;
+use crate::runner::{Backend, Opener, Options, room};
 
 /// A checkpoint and the device that is to run it.
 #[derive(Clone, Copy)]
@@ -114,8 +115,170 @@ impl<'a> Source<'a> {
         CudaForward::new(self.driver, self.decoder, self.precision)
     }
 
+    /// Copies the weights to the device, to open sequences there one by one. `tell` gets a line that says what the weights and
+    /// one sequence of the expected length need.
+    ///
+    /// # Errors
+    /// As [`Source::session`].
+    pub fn sequences(
+        &self,
+        method: &'a dyn Method,
+        options: Options,
+        rows: RowsIn,
+        expected: Expected,
+        tell: &dyn Fn(&str),
+    ) -> Result<Sequences<'a>> {
+        let rehearse = |driver: &dyn Driver, capacity: usize| {
+            let body = Arc::new(Body::load(driver, self.decoder, self.precision)?);
+            let prompt = expected.prompt.min(capacity);
+            rehearse(&body, method, options, rows, [capacity, prompt])
+        };
+        tell(&check(self.driver, expected.positions, &rehearse, rows.hint())?);
+        Ok(Sequences {
+            source: *self,
+            body: Arc::new(self.load()?),
+            method,
+            options,
+            rows,
+            expected,
+        })
+    }
+
     fn load(&self) -> Result<Body<'a>> {
         Body::load(self.driver, self.decoder, self.precision)
+    }
+}
+
+/// What is expected of the sequences of an engine.
+#[derive(Clone, Copy, Debug)]
+pub struct Expected {
+    /// Positions of the longest sequence.
+    pub positions: usize,
+    /// Tokens of the longest prompt.
+    pub prompt: usize,
+    /// Whether sequences may have more than one prompt, which some indexes on a GPU cannot take in.
+    pub later_prompts: bool,
+}
+
+impl Expected {
+    /// Expects sequences of up to so many positions, of which prompts may be any part.
+    pub fn positions(positions: usize) -> Self {
+        Self {
+            positions,
+            prompt: positions,
+            later_prompts: true,
+        }
+    }
+}
+
+/// The memory that holds the cached rows of a model on a GPU.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum RowsIn {
+    /// The GPU's.
+    Device,
+    /// The machine's, while the index is on the GPU.
+    Host,
+}
+
+impl RowsIn {
+    /// Returns whether caches and selection of the method can be there; `turns` says whether a sequence may have more than one
+    /// prompt.
+    pub fn can(self, method: &dyn Method, options: &Options, turns: bool) -> bool {
+        match self {
+            Self::Device => CudaBackend::can(method, options, turns),
+            Self::Host => HostBackend::can(method, options, turns),
+        }
+    }
+
+    fn hint(self) -> &'static str {
+        match self {
+            Self::Device => "give fewer tokens, or keep the cache in the machine's memory with ⟨kv=host⟩",
+            Self::Host => "give fewer tokens",
+        }
+    }
+}
+
+/// Allocates a sequence's caches and indexes and what its prompt takes, and frees them.
+fn rehearse<'d>(
+    body: &Arc<Body<'d>>,
+    method: &dyn Method,
+    options: Options,
+    rows: RowsIn,
+    [capacity, prompt]: [usize; 2],
+) -> Result<()> {
+    match rows {
+        RowsIn::Device => {
+            CudaBackend::new(Arc::clone(body), method, options, 1, capacity)?.rehearse(0..prompt)
+        }
+        RowsIn::Host => HostBackend::new(Arc::clone(body), method, options, [0, capacity])?.rehearse(0..prompt),
+    }
+}
+
+/// A model whose weights are on the device once, for any number of sequences, each with caches and buffers of its own.
+pub struct Sequences<'a> {
+    source: Source<'a>,
+    body: Arc<Body<'a>>,
+    method: &'a dyn Method,
+    options: Options,
+    rows: RowsIn,
+    expected: Expected,
+}
+
+impl Sequences<'_> {
+    /// Returns what a sequence needs of the device's memory besides the weights.
+    fn needs(&self, capacity: usize) -> Result<Needs> {
+        let prompt = self.expected.prompt.min(capacity);
+        let make = |driver: &dyn Driver, capacity: usize| {
+            let body = Arc::new(Body::load(driver, self.source.decoder, self.source.precision)?);
+            rehearse(&body, self.method, self.options, self.rows, [capacity, prompt])
+        };
+        let needs = rehearsed(self.source.driver, capacity, &make)?;
+        Ok(Needs { weights: 0, ..needs })
+    }
+}
+
+impl<'a> Opener<'a> for Sequences<'a> {
+    fn decoder(&self) -> &Decoder {
+        self.source.decoder
+    }
+
+    fn takes_later_prompts(&self) -> bool {
+        self.expected.later_prompts
+    }
+
+    fn bytes_for(&self, capacity: usize) -> Result<[usize; 2]> {
+        let needs = self.needs(capacity)?;
+        let rows = match self.rows {
+            RowsIn::Device => 0,
+            RowsIn::Host => room::row_bytes(&self.source.decoder.config, &self.options, capacity),
+        };
+        Ok([needs.caches as usize + rows, needs.indexes as usize])
+    }
+
+    fn check_room(&self, capacity: usize) -> Result<()> {
+        if self.rows == RowsIn::Host {
+            let config = &self.source.decoder.config;
+            room::check(room::row_bytes(config, &self.options, capacity), 0)?;
+        }
+        let (needs, free) = (self.needs(capacity)?, self.source.driver.free_bytes()?);
+        match needs.total() <= free {
+            true => Ok(()),
+            false => Err(Error::gpu_memory(format_args!(
+                "{}, but only {} are free",
+                listed(&needs, capacity),
+                shown(free, false)
+            ))
+            .hint("give fewer tokens, or fewer sequences at a time")),
+        }
+    }
+
+    fn open(&self, capacity: usize) -> Result<Box<dyn Backend + 'a>> {
+        self.check_room(capacity)?;
+        let (body, method, options) = (Arc::clone(&self.body), self.method, self.options);
+        Ok(match self.rows {
+            RowsIn::Device => Box::new(CudaBackend::new(body, method, options, 1, capacity)?),
+            RowsIn::Host => Box::new(HostBackend::new(body, method, options, [capacity; 2])?),
+        })
     }
 }
 
@@ -194,6 +357,12 @@ fn listed(needs: &Needs, capacity: usize) -> String {
     let up = |bytes| shown(bytes, true);
     let (weights, workspaces, total) = (up(needs.weights), up(needs.workspaces), up(needs.total()));
     match (needs.caches, needs.indexes) {
+        _ if needs.weights == 0 => format!(
+            "the KV cache of a sequence of {capacity} positions needs {}, its index {} and its workspaces {workspaces}, \
+             together {total}",
+            up(needs.caches),
+            up(needs.indexes)
+        ),
         (0, 0) => format!(
             "the model's weights need {weights} and the workspaces of {capacity} positions {workspaces}, together {total}"
         ),

@@ -214,6 +214,11 @@ impl Retriever for A2ats {
         }
     }
 
+    fn bytes_for(&self, _: &Place, positions: usize) -> usize {
+        let lists = self.postings.len() * self.codebook.size();
+        size_of::<u16>() * positions + Postings::bytes_for(positions, lists)
+    }
+
     fn state_bytes(&self) -> usize {
         self.codes.capacity() * 2 + self.postings.iter().map(Postings::bytes).sum::<usize>()
     }

@@ -318,6 +318,12 @@ impl Retriever for Ctkvr {
         true
     }
 
+    fn bytes_for(&self, place: &Place, positions: usize) -> usize {
+        let visible = visible(positions.max(1) - 1, place.model_window).len();
+        let list = self.list_len(visible) * size_of::<u32>();
+        self.capacity(positions) * (list + place.group * place.head_dim * size_of::<f16>())
+    }
+
     fn state_bytes(&self) -> usize {
         let of = |c: &Centroid| c.queries.capacity() * 2 + c.list.capacity() * 4;
         self.centroids.iter().map(of).sum()

@@ -162,6 +162,10 @@ impl Retriever for DoubleSparsity {
         reads.scratch(step.visible.len() * (r * size_of::<f32>() + size_of::<f64>()));
     }
 
+    fn bytes_for(&self, _: &Place, positions: usize) -> usize {
+        self.labels.width() * positions
+    }
+
     fn state_bytes(&self) -> usize {
         self.labels.bytes()
     }

@@ -13,6 +13,7 @@ use ndarray::ArrayView2;
 use super::best::best_positions;
 use super::declaration::Declaration;
 use super::{Choice, Place, Prompt, Reads, Retriever, Step, everything};
+use crate::kv::lines::grow;
 
 /// The declaration of `h2o`.
 pub static METHOD: Declaration = Declaration {
@@ -61,7 +62,7 @@ impl Retriever for H2o {
     }
 
     fn append(&mut self, _: ArrayView2<f32>, _: ArrayView2<f32>) {
-        self.weights.push(0.0);
+        grow(&mut self.weights, 1).push(0.0);
     }
 
     fn select(&mut self, step: &Step) -> Choice {
@@ -88,6 +89,10 @@ impl Retriever for H2o {
                 self.weights[*p as usize] += f64::from(*weight);
             }
         }
+    }
+
+    fn bytes_for(&self, _: &Place, positions: usize) -> usize {
+        size_of::<f64>() * positions
     }
 
     fn state_bytes(&self) -> usize {

@@ -363,6 +363,10 @@ impl Retriever for Lfps {
         }
     }
 
+    fn bytes_for(&self, _: &Place, positions: usize) -> usize {
+        self.heads.len() * 2 * Table::bytes_for(positions)
+    }
+
     fn state_bytes(&self) -> usize {
         let of = |h: &QueryHead| h.vertical.bytes() + h.slash.bytes();
         self.heads.iter().map(of).sum()

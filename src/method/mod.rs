@@ -314,6 +314,11 @@ pub trait Retriever: Fork + Send + Sync {
         false
     }
 
+    /// Estimates [`Retriever::state_bytes`] for a context of `positions` positions.
+    fn bytes_for(&self, _place: &Place, _positions: usize) -> usize {
+        0
+    }
+
     /// Returns the bytes of the index that grow with the context.
     fn state_bytes(&self) -> usize {
         0

@@ -207,6 +207,11 @@ impl Retriever for PqCache {
         reads.scratch(c.len() * (m + scores + size_of::<f64>()));
     }
 
+    fn bytes_for(&self, _: &Place, positions: usize) -> usize {
+        let words = positions.min(1 << self.bits) * self.place.head_dim * size_of::<f16>();
+        (positions * self.groups * usize::from(self.bits)).div_ceil(8) + words
+    }
+
     fn state_bytes(&self) -> usize {
         self.codes.bytes() + self.word_bytes()
     }

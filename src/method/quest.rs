@@ -156,6 +156,11 @@ impl Retriever for Quest {
         reads.scratch(pages.len() * size_of::<(f32, u32)>());
     }
 
+    fn bytes_for(&self, place: &Place, positions: usize) -> usize {
+        let value = place.kv.float().unwrap_or(Float::F32).bytes();
+        2 * value * place.head_dim * positions.div_ceil(self.page)
+    }
+
     fn state_bytes(&self) -> usize {
         self.full.as_ref().map_or(0, RowStore::bytes) + self.last.len() * 4
     }

@@ -271,6 +271,10 @@ impl Retriever for RandSign {
         reads.scratch(c.len() * size_of::<f32>());
     }
 
+    fn bytes_for(&self, _: &Place, positions: usize) -> usize {
+        self.blocks() * positions + self.counts.len() * size_of::<u32>()
+    }
+
     fn state_bytes(&self) -> usize {
         self.codes.capacity() + self.counts.len() * size_of::<u32>()
     }

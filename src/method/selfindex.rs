@@ -302,6 +302,14 @@ impl Retriever for SelfIndex {
         reads.scratch(choose::scratch_bytes(step.candidates.len(), self.ranking));
     }
 
+    fn bytes_for(&self, place: &Place, positions: usize) -> usize {
+        match place.kv {
+            // The signs are part of the cache; the places of its full-precision tokens are not.
+            KvType::TwoBit => size_of::<u32>() * FULL.min(positions),
+            _ => sign_bytes(place.head_dim) * positions,
+        }
+    }
+
     fn state_bytes(&self) -> usize {
         self.signs.bytes() + self.full.capacity() * 4
     }

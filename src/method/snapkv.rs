@@ -78,6 +78,11 @@ impl Retriever for SnapKv {
         reads.array(4 * choice.positions.len());
     }
 
+    fn bytes_for(&self, _: &Place, positions: usize) -> usize {
+        // A vote for every position, and a list that is cut from all of them.
+        (size_of::<f32>() + size_of::<u32>()) * positions
+    }
+
     fn state_bytes(&self) -> usize {
         self.votes.capacity() * 4 + self.chosen.as_ref().map_or(0, |c| c.capacity() * 4)
     }

@@ -212,6 +212,10 @@ impl Retriever for TriAttention {
         }
     }
 
+    fn bytes_for(&self, _: &Place, positions: usize) -> usize {
+        size_of::<u32>() * positions
+    }
+
     fn state_bytes(&self) -> usize {
         self.order.capacity() * size_of::<u32>()
     }

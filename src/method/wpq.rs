@@ -128,6 +128,10 @@ impl Retriever for Wpq {
         ));
     }
 
+    fn bytes_for(&self, _: &Place, positions: usize) -> usize {
+        STAGES * self.codebook.width() * positions
+    }
+
     fn state_bytes(&self) -> usize {
         self.codes.iter().map(Vec::capacity).sum()
     }

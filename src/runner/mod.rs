@@ -7,7 +7,7 @@ pub mod eval;
 mod head;
 mod options;
 mod recommended;
-mod room;
+pub(crate) mod room;
 mod session;
 mod shares;
 mod trace;
@@ -15,7 +15,7 @@ pub mod verdict;
 
 pub use caches::FilledHead;
 pub use cpu::CpuBackend;
-pub use engine::{Engine, SequenceId};
+pub use engine::{Engine, Opener, SequenceId};
 pub(crate) use head::attend;
 pub use options::Options;
 pub use recommended::recommended;

@@ -77,8 +77,13 @@ pub struct Session<'a> {
 impl<'a> Session<'a> {
     /// Starts a session on a backend whose caches are empty.
     pub fn new(backend: impl Backend + 'a) -> Self {
+        Self::of(Box::new(backend))
+    }
+
+    /// Starts a session on a backend whose caches are empty.
+    pub(super) fn of(backend: Box<dyn Backend + 'a>) -> Self {
         Self {
-            backend: Box::new(backend),
+            backend,
             positions: 0,
             steps: 0,
             trace: None,

@@ -79,6 +79,7 @@ fn main() -> ExitCode {
     add("small", model::small);
     add("memory_estimates", memory::estimates);
     add("memory_fitting", memory::fitting);
+    add("memory_of_a_batch", memory::batch);
     add("memory_of_other_commands", memory::other_commands);
     add("unfit", model::unfit);
     add("everything", model::everything);

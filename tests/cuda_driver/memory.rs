@@ -170,3 +170,73 @@ pub fn other_commands(driver: &Path) {
     used.outcome
         .fails(1, "the KV cache of 65536 positions", "reduce --context");
 }
+
+/// Replies of a batch are those of single runs, with caches on the device or on the host. If the device's memory holds one
+/// sequence alone, the others wait for it.
+pub fn batch(driver: &Path) {
+    let dir = scratch(driver);
+    let at = dir.path();
+    let prompts = ["The lighthouse on the hill", "In the morning", "A letter came for them"];
+    let line = |(i, prompt): (usize, &&str)| {
+        serde_json::json!({ "id": i, "prompt": prompt, "max_new": POSITIONS }).to_string()
+    };
+    let lines: Vec<String> = prompts.iter().enumerate().map(line).collect();
+    std::fs::write(at.join("prompts.jsonl"), lines.join("\n")).unwrap();
+    for (method, more, where_) in [
+        ("wpq", "", "device"),
+        ("selfindex", "--kv host", "host"),
+        ("quest", "", "cpu"),
+    ] {
+        let common = format!(
+            "-v --json --device cuda --model calib-data/model --artifact {}/a.safetensors --method {method} --budget 0.1 \
+             --window 16 --beyond-context --stop e --stop a --stop t {more}",
+            at.display()
+        );
+        let batch = |out: &str, mib: usize, sequences: usize| {
+            let arguments = format!(
+                "run --batch {0}/prompts.jsonl -o {0}/{out} --sequences {sequences} {common}",
+                at.display()
+            );
+            run(driver, at, mib, &arguments)
+        };
+        let name = format!("{method}-{where_}");
+        let all = batch(&format!("{name}-all"), 1000, 3);
+        let said = all.outcome.stderr.clone();
+        assert_eq!(all.outcome.json()["batch"]["replies"], 3, "{said}");
+        let fell_back = said.contains("the KV caches and the selection are on the CPU");
+        assert_eq!(fell_back, where_ == "cpu", "{said}");
+        let replies = |out: &str| -> Vec<(u64, serde_json::Value)> {
+            let text = std::fs::read_to_string(at.join(out)).unwrap();
+            let of = |line: &str| {
+                let reply: serde_json::Value = serde_json::from_str(line).unwrap();
+                (reply["id"].as_u64().unwrap(), reply["ids"].clone())
+            };
+            let mut replies: Vec<_> = text.lines().map(of).collect();
+            replies.sort_by_key(|(id, _)| *id);
+            replies
+        };
+        let together = replies(&format!("{name}-all"));
+        for ((_, ids), prompt) in together.iter().zip(prompts) {
+            let mut alone = command(driver, &format!("run --max-new {POSITIONS} {common} --prompt"));
+            let alone = Outcome::of(alone.arg(prompt).output().unwrap()).json();
+            assert_eq!(*ids, alone["ids"], "{name}");
+        }
+        if where_ != "device" {
+            continue;
+        }
+        // Room for the weights and one sequence, and not for two.
+        let mib = mib_after(&said, "together").ceil() as usize;
+        let waited = batch(&format!("{name}-waited"), mib, 3);
+        waited.outcome.ok();
+        assert_eq!(replies(&format!("{name}-waited")), together);
+        let (most, all) = (waited.most / f64::from(1 << 20), all.most / f64::from(1 << 20));
+        assert!(most <= mib as f64 && all > 1.5 * most, "{most} {all}");
+        // Two sequences share the weights: three take less than three times as much as one.
+        assert!(all < 2.9 * most, "{most} {all}");
+        let short = batch(&format!("{name}-short"), mib - 1, 3);
+        short
+            .outcome
+            .fails(1, "out of GPU memory: the model's weights need", "");
+        assert_eq!(short.copied, 0.0);
+    }
+}

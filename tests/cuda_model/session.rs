@@ -2,11 +2,15 @@
 
 use kvsmith::compute::Precision;
 use kvsmith::compute::cuda::driver::Driver;
+use kvsmith::compute::cuda::ledger::Ledger;
 use kvsmith::cuda::Body;
 use kvsmith::cuda::backend::CudaBackend;
+use kvsmith::cuda::host::HostBackend;
+use kvsmith::cuda::room::{Expected, RowsIn, Source};
 use kvsmith::kv::KvType;
 use kvsmith::kv::sample::{Sampler, Sampling, greedy};
-use kvsmith::runner::{Backend, Session};
+use kvsmith::method::Method;
+use kvsmith::runner::{Backend, Engine, Options, Session};
 
 use super::Check;
 use super::common::golden::{Golden, for_cuda, generate, options};
@@ -22,6 +26,9 @@ pub fn cases() -> Vec<(String, Check)> {
         let golden = dir.clone();
         let check = move |driver: &dyn Driver| everything(driver, &Golden::open(&golden));
         cases.push((format!("everything::{name}"), Box::new(check)));
+        let golden = dir.clone();
+        let check = move |driver: &dyn Driver| engine(driver, &Golden::open(&golden));
+        cases.push((format!("engine::{name}"), Box::new(check)));
         if name.starts_with("llama_default") || name.contains("sliding") {
             let check = move |driver: &dyn Driver| batch(driver, &Golden::open(&dir));
             cases.push((format!("batch::{name}"), Box::new(check)));
@@ -59,6 +66,113 @@ fn batch(driver: &dyn Driver, golden: &Golden) {
         let read = together.shares(STEPS).unwrap().read;
         let expected: f64 = alone.iter().map(|one| one.shares(STEPS).unwrap().read).sum();
         assert!((read - expected / 3.0).abs() < 1e-9, "{read} {expected}");
+    }
+}
+
+/// An engine for sequences of up to 24 positions with one prompt.
+fn on_device<'a>(
+    driver: &'a dyn Driver,
+    golden: &'a Golden,
+    (method, options): (&'a dyn Method, Options),
+    rows: RowsIn,
+) -> Engine<'a> {
+    let source = Source {
+        driver,
+        decoder: &golden.decoder,
+        precision: Precision::F32,
+    };
+    let expected = Expected {
+        positions: 24,
+        prompt: 12,
+        later_prompts: false,
+    };
+    let opener = source.sequences(method, options, rows, expected, &|_| ());
+    Engine::on_device(Box::new(opener.unwrap()), options)
+}
+
+/// Sequences of different lengths over the same weights, of which one is opened later and one closed earlier, give what a
+/// session gives that has the device for itself.
+fn engine(driver: &dyn Driver, golden: &Golden) {
+    let d = golden.decoder.config.head_dim;
+    for (name, rows) in [
+        ("full", RowsIn::Device),
+        ("topk", RowsIn::Device),
+        ("selfindex", RowsIn::Device),
+        ("full", RowsIn::Host),
+    ] {
+        if name == "selfindex" && !d.is_multiple_of(4) {
+            continue;
+        }
+        let (method, options) = (golden.method(name), options("0.3", KvType::F32));
+        let mut engine = on_device(driver, golden, (method.as_ref(), options), rows);
+        let alone = |prompt: &[u32], tokens: &[u32]| {
+            let body = Body::load(driver, &golden.decoder, Precision::F32).unwrap();
+            let mut session = match rows {
+                RowsIn::Device => {
+                    Session::new(CudaBackend::new(body, method.as_ref(), options, 1, 24).unwrap())
+                }
+                RowsIn::Host => {
+                    Session::new(HostBackend::new(body, method.as_ref(), options, [24; 2]).unwrap())
+                }
+            };
+            let mut logits = vec![session.prefill(prompt).unwrap()];
+            logits.extend(tokens.iter().map(|id| session.step(*id).unwrap()));
+            (logits, session.shares().unwrap().read)
+        };
+        let ids = &golden.ids;
+        let prompts = [&ids[..3], &ids[..6], &ids[1..6]];
+        let open = |engine: &mut Engine, i: usize| {
+            let id = engine.open(24).unwrap();
+            (id, vec![engine.prefill(id, prompts[i]).unwrap()])
+        };
+        let (mut first, mut last) = (open(&mut engine, 0), open(&mut engine, 2));
+        for token in &ids[..2] {
+            let fed = [(last.0, *token), (first.0, *token)];
+            let [of_last, of_first] = <[_; 2]>::try_from(engine.step(&fed).unwrap()).unwrap();
+            last.1.push(of_last);
+            first.1.push(of_first);
+        }
+        assert_eq!(engine.positions(last.0).unwrap(), 7);
+        let (expected, read) = alone(prompts[2], &ids[..2]);
+        assert_eq!(last.1, expected, "{name} {rows:?}");
+        assert_eq!(engine.shares(last.0).unwrap().read, read);
+        engine.close(last.0).unwrap();
+        let mut second = open(&mut engine, 1);
+        for token in &ids[2..5] {
+            let fed = [(first.0, *token), (second.0, *token)];
+            let [of_first, of_second] = <[_; 2]>::try_from(engine.step(&fed).unwrap()).unwrap();
+            first.1.push(of_first);
+            second.1.push(of_second);
+        }
+        assert_eq!(first.1, alone(prompts[0], &ids[..5]).0, "{name} {rows:?}");
+        assert_eq!(second.1, alone(prompts[1], &ids[2..5]).0, "{name} {rows:?}");
+
+        // What is refused, and what closes a sequence.
+        let later = engine.prefill(first.0, &ids[..2]).unwrap_err().to_string();
+        assert!(later.contains("takes in only one"), "{later}");
+        let mut full = None;
+        while full.is_none() && engine.positions(first.0).unwrap() < 30 {
+            full = engine.step(&[(first.0, 3)]).err();
+        }
+        if rows == RowsIn::Device {
+            let full = full.expect("the caches do not grow").to_string();
+            assert!(full.contains("has room for"), "{full}");
+            assert!(engine.positions(first.0).is_err());
+        }
+
+        // The weights are there once, however many sequences are open.
+        let weights = |sequences: usize| {
+            let ledger = Ledger::new(driver);
+            let mut engine = on_device(&ledger, golden, (method.as_ref(), options), rows);
+            for _ in 0..sequences {
+                engine.open(24).unwrap();
+            }
+            let needs = ledger.most();
+            (needs.weights, needs.caches + needs.indexes + needs.workspaces)
+        };
+        let ((one, of_one), (three, of_three)) = (weights(1), weights(3));
+        assert!(one > 0 && one == three, "{one} {three}");
+        assert!(of_three > of_one, "{of_one} {of_three}");
     }
 }
 

@@ -134,7 +134,7 @@ impl Timing<'_> {
         let unasked = |_: &Place| Full;
         let mut engine = Engine::new(Box::new(forward), &unasked, options);
         let heads = (0..sequences).map(|_| filled(&setting, c.n_layers()));
-        let ids = heads.map(|heads| Ok(engine.adopt(heads?, context)));
+        let ids = heads.map(|heads| engine.adopt(heads?, context));
         let ids: Vec<SequenceId> = ids.collect::<Result<_>>()?;
         let fed: Vec<(SequenceId, u32)> = ids.iter().map(|id| (*id, TOKEN)).collect();
         let mut steps = 0;
@@ -147,7 +147,7 @@ impl Timing<'_> {
             Ok(start.elapsed().as_secs_f64() / STEPS as f64)
         })?;
         let times = Times::from(times);
-        let counts: Vec<&[Counts]> = ids.iter().map(|id| engine.counts(*id)).collect::<Result<_>>()?;
+        let counts: Vec<Vec<Counts>> = ids.iter().map(|id| engine.counts(*id)).collect::<Result<_>>()?;
         let counts: Counts = counts.concat().into_iter().sum();
         let d = c.head_dim;
         let rows = counts.bytes(caches.kv, d).unwrap_or_default() as f64 / steps as f64;

@@ -3,7 +3,6 @@
 mod prompts;
 mod replies;
 
-use std::collections::VecDeque;
 use std::path::Path;
 use std::time::Instant;
 
@@ -17,6 +16,7 @@ use crate::cmd::print_json;
 use crate::cmd::reading::Reading;
 use crate::error::{Error, Kind, Result};
 use crate::kv::sample::Sampler;
+use crate::machine::{Expected, Machine, RowsIn};
 use crate::model::tokenizer::Tokenizer;
 use crate::runner::{Counts, Engine, SequenceId};
 use crate::store::hex;
@@ -63,24 +63,24 @@ impl Batch<'_> {
             ));
         }
         self.warn_of_lengths(&prompts);
+        let bad_lines = prompts.skipped.len();
         let (start, mut made) = (Instant::now(), Made::default());
         if !prompts.all.is_empty() {
-            let machine = global.machine(self.0.opened.device, &log);
-            let forward = machine.forward(decoder, prompts.longest_prompt())?;
-            if self.0.opened.device.cuda().is_some() {
-                log.note("the KV caches and the selection are on the CPU");
-            }
-            let mut engine = Engine::new(forward, self.0.method, self.0.options);
-            self.answer(
-                prompts.all,
-                &prompts.tokenizer,
-                &mut engine,
-                &mut replies,
-                &mut made,
-            )?;
+            let machine = Machine {
+                rows: args.reading.rows(),
+                ..global.machine(self.0.opened.device, &log)
+            };
+            let (method, options) = (self.0.method, self.0.options);
+            let expected = Expected {
+                positions: prompts.longest(),
+                prompt: prompts.longest_prompt(),
+                later_prompts: false,
+            };
+            let mut engine = machine.engine(decoder, method, options, expected)?;
+            self.answer(prompts, &mut engine, &mut replies, &mut made)?;
         }
         let seconds = start.elapsed().as_secs_f64();
-        let skipped = prompts.skipped.len() + made.failed;
+        let skipped = bad_lines + made.failed;
         if let Some(e) = made.failure.take_if(|_| made.replies == 0) {
             return Err(e);
         }
@@ -117,26 +117,31 @@ impl Batch<'_> {
     /// Answers prompts, some of them at a time. One that fails by itself is skipped.
     fn answer(
         &self,
-        mut prompts: VecDeque<Prompt>,
-        tokenizer: &Tokenizer,
+        prompts: Prompts,
         engine: &mut Engine,
         replies: &mut Replies,
         made: &mut Made,
     ) -> Result<()> {
         let log = self.0.opened.global.log();
+        let Prompts {
+            all: mut prompts,
+            tokenizer,
+            most,
+            ..
+        } = prompts;
         let progress = log.progress(prompts.len() as u64, "replies");
         let mut running: Vec<Running> = Vec::new();
         loop {
             while running.len() < self.0.opened.args.sequences
                 && let Some(prompt) = prompts.pop_front()
             {
-                let (id, opened) = (prompt.id.clone(), engine.open(prompt.reserved()));
+                let (id, opened) = (prompt.id.clone(), engine.open(prompt.reserved(most, engine.grows())));
                 if opened.is_err() && !running.is_empty() {
                     // It waits for the memory that other replies hold.
                     prompts.push_front(prompt);
                     break;
                 }
-                let begun = opened.and_then(|sequence| self.begin(prompt, sequence, engine, tokenizer));
+                let begun = opened.and_then(|sequence| self.begin(prompt, sequence, engine, &tokenizer));
                 match begun {
                     Ok(begun) => running.extend(self.push(begun, engine, replies, made)?),
                     Err(e) if e.kind() == Kind::Interrupted => return Err(e),
@@ -169,7 +174,14 @@ impl Batch<'_> {
         });
         let artifact = artifact.transpose().map_err(|e| Error::invalid(e.to_string()))?;
         let sampling = args.sampling();
-        Ok(json!({
+        // Of a model on a GPU, sums depend on where the caches are.
+        let rows = args.reading.rows();
+        let caches = self.0.opened.device.cuda().map(|_| match rows {
+            _ if !rows.can(self.0.method, &options, false) => "cpu",
+            RowsIn::Device => "device",
+            RowsIn::Host => "host",
+        });
+        let mut settings = json!({
             MARK[0]: MARK[1],
             "version": env!("CARGO_PKG_VERSION"),
             "device": self.0.opened.device.name(),
@@ -192,7 +204,11 @@ impl Batch<'_> {
             "stop": args.stop,
             "ignore_eos": args.ignore_eos,
             "beyond_context": args.beyond_context,
-        }))
+        });
+        if let Some(caches) = caches {
+            settings["caches"] = json!(caches);
+        }
+        Ok(settings)
     }
 
     /// Returns the bytes that steps read over those of all visible keys and values.
@@ -270,7 +286,7 @@ impl Batch<'_> {
             Some(Stop::Interrupted) => return Err(Error::interrupted()),
             Some(stop) => stop,
         };
-        let counts: Counts = engine.counts(of.sequence)?.iter().copied().sum();
+        let counts: Counts = engine.counts(of.sequence)?.into_iter().sum();
         engine.close(of.sequence)?;
         let (_, ids, text) = of.written.finish()?;
         let reply = Reply {

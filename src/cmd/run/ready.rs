@@ -10,11 +10,10 @@ use crate::cmd::output;
 use crate::cmd::reading::in_full;
 use crate::compute::device::Device;
 use crate::cuda::ROWS;
-use crate::cuda::backend::CudaBackend;
-use crate::cuda::host::HostBackend;
 use crate::cuda::room::{Extent, Source};
 use crate::error::Result;
 use crate::kv::sample::Sampler;
+use crate::machine::RowsIn;
 use crate::method::Method;
 use crate::model::Decoder;
 use crate::runner::{CpuBackend, Options, Session};
@@ -158,22 +157,23 @@ fn open_session<'a>(
         },
     };
     let tell = |text: &str| log.detail(text);
-    match args.reading.on_host() {
-        false if CudaBackend::can(method, &options, args.chat) => {
-            let backend = source.session(method, options, &extent, &tell)?;
-            Ok((Session::new(backend), None))
-        }
-        true if HostBackend::can(method, &options, args.chat) => {
-            log.note("the KV cache is in the machine's memory, the index on the device");
-            let backend = source.host_session(method, options, expected, &extent, &tell)?;
-            Ok((Session::new(backend), None))
-        }
-        _ => {
+    let rows = args.reading.rows();
+    match rows {
+        _ if !rows.can(method, &options, args.chat) => {
             let fallback = "the KV cache and the selection are on the CPU";
             log.note(fallback);
             let forward = Box::new(source.forward(&extent, &tell)?);
             let backend = CpuBackend::new(forward, method, options, reserved);
             Ok((Session::new(backend), Some(fallback)))
+        }
+        RowsIn::Device => {
+            let backend = source.session(method, options, &extent, &tell)?;
+            Ok((Session::new(backend), None))
+        }
+        RowsIn::Host => {
+            log.note("the KV cache is in the machine's memory, the index on the device");
+            let backend = source.host_session(method, options, expected, &extent, &tell)?;
+            Ok((Session::new(backend), None))
         }
     }
 }

@@ -161,6 +161,13 @@ impl Postings {
         &self.counts
     }
 
+    /// Estimates the bytes of `lists` lists that together hold `n` positions: the last chunk of each is half full.
+    pub fn bytes_for(n: usize, lists: usize) -> usize {
+        let listed = n >= LEAST_PER_CODEWORD * lists;
+        let chunks = if listed { n / CHUNK + lists / 2 } else { 0 };
+        chunks * size_of::<ListChunk>()
+    }
+
     /// Returns the bytes of the lists.
     pub fn bytes(&self) -> usize {
         let of = |lists: &LinkedLists| {

@@ -104,6 +104,11 @@ impl Table {
         }
     }
 
+    /// Returns the bytes that a table of `n` entries holds.
+    pub(super) fn bytes_for(n: usize) -> usize {
+        size_of::<f32>() * (n + n.div_ceil(BLOCK))
+    }
+
     /// Returns the bytes that the table holds.
     pub(super) fn bytes(&self) -> usize {
         self.values.bytes() + self.maxima.capacity() * 4

@@ -51,9 +51,10 @@ pub struct Prompt {
 }
 
 impl Prompt {
-    /// Returns the positions for which its sequence is opened.
-    pub fn reserved(&self) -> usize {
-        self.ids.len() + self.max_new.min(RESERVED)
+    /// Returns the positions for which its sequence is opened, of at most `most`: all of them, or if caches grow, a part.
+    pub fn reserved(&self, most: usize, grows: bool) -> usize {
+        let new = if grows { self.max_new.min(RESERVED) } else { self.max_new };
+        self.ids.len().saturating_add(new).min(most)
     }
 
     /// Returns the digest by which a later run knows the prompt again.
@@ -76,7 +77,7 @@ pub struct Prompts {
     /// Whether prompts are fed as they are although the model has a chat template.
     is_plain: bool,
     /// The most positions of a context; without an end if replies may go beyond the model's.
-    most: usize,
+    pub most: usize,
 }
 
 impl Prompts {
@@ -135,7 +136,7 @@ impl Prompts {
 
     /// Returns how many positions the longest context may have.
     pub fn longest(&self) -> usize {
-        let positions = |prompt: &Prompt| prompt.ids.len().saturating_add(prompt.max_new).min(self.most);
+        let positions = |prompt: &Prompt| prompt.reserved(self.most, false);
         self.all.iter().map(positions).max().unwrap_or(0)
     }
 
