@@ -2,19 +2,16 @@
 
 use std::path::Path;
 
-use kvsmith::artifact::Artifact;
-use kvsmith::calibration::{Calibration, Settings, verdict::VerdictSettings};
-use kvsmith::corpus::{Corpus, CorpusOptions, CorpusSource};
-use kvsmith::env::{Env, Silent};
-use kvsmith::model::Model;
-use kvsmith::runner::{Engine, recommended};
-use kvsmith::{compute::cpu::Cpu, disk::Output, error::Result, kv::sample::greedy, machine::Machine};
+use kvsmith::{
+    Artifact, Calibration, CalibrationSettings, Corpus, CorpusOptions, CorpusSource, Cpu, Env, Expected,
+    Machine, Model, Output, Result, SECTIONS, Silent, VerdictSettings, greedy, recommended,
+};
 
 /// Calibrates, then generates with what the verdict recommends.
 pub fn main() -> Result<()> {
     let machine = Machine::of(&Cpu, &Silent);
     let model = Model::open(Path::new("calib-data/model"))?;
-    let (mut settings, mut cut) = (Settings::default(), CorpusOptions::default());
+    let (mut settings, mut cut) = (CalibrationSettings::default(), CorpusOptions::default());
     (cut.seq_len, cut.max_tokens) = (Some(1024), 8192);
     settings.verdict = Some(VerdictSettings::on(4096, 1024));
     let source = CorpusSource::text(["calib-data/text.txt".into()]);
@@ -28,10 +25,11 @@ pub fn main() -> Result<()> {
         let (name, budget, kl) = (&row.method, measured.budget, measured.kl);
         println!("recommended: {name} with budget {budget}, KL {kl:.4}");
     }
-    let artifact = Artifact::open(&path, kvsmith::method::sections::SECTIONS)?;
+    let artifact = Artifact::open(&path, SECTIONS)?;
     let _ = std::fs::remove_file(path); // it is open
     let (method, options) = recommended(&artifact, &model, 0)?;
-    let mut engine = Engine::new(machine.forward(&model.decoder, 512)?, method.as_ref(), options);
+    let expected = Expected::positions(512);
+    let mut engine = machine.engine(&model.decoder, method.as_ref(), options, expected)?;
     let tokenizer = model.tokenizer()?;
     let mut replies = Vec::new();
     for prompt in [

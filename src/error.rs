@@ -7,12 +7,12 @@
 //! write it its own way: [`wording::settings`](crate::wording::settings) replaces them. The command line writes flags.
 
 use std::fmt;
-use std::io::{self, ErrorKind};
+use std::io;
 use std::path::Path;
 
 /// What kind of failure it is.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Kind {
+pub enum ErrorKind {
     /// A file, folder, tensor or section that is needed does not exist.
     NotFound,
     /// The contents of an input, such as a text or a `config.json`, cannot be used.
@@ -39,7 +39,7 @@ pub enum Kind {
     Internal,
 }
 
-impl Kind {
+impl ErrorKind {
     /// Returns its name, as in the documents of `--json`.
     pub fn name(self) -> &'static str {
         match self {
@@ -63,7 +63,7 @@ impl Kind {
 #[derive(Debug, thiserror::Error)]
 #[error("{message}")]
 pub struct Error {
-    kind: Kind,
+    kind: ErrorKind,
     message: String,
     hint: Option<String>,
     source: Option<io::Error>,
@@ -82,7 +82,7 @@ impl From<ndarray::ShapeError> for Error {
 }
 
 impl Error {
-    fn new(kind: Kind, message: impl Into<String>) -> Self {
+    fn new(kind: ErrorKind, message: impl Into<String>) -> Self {
         Self {
             kind,
             message: message.into(),
@@ -93,37 +93,37 @@ impl Error {
 
     /// Makes the error for something that does not exist.
     pub fn not_found(message: impl Into<String>) -> Self {
-        Self::new(Kind::NotFound, message)
+        Self::new(ErrorKind::NotFound, message)
     }
 
     /// Makes the error for an input whose contents cannot be used.
     pub fn invalid(message: impl Into<String>) -> Self {
-        Self::new(Kind::Invalid, message)
+        Self::new(ErrorKind::Invalid, message)
     }
 
     /// Makes the error for a wrong setting or argument.
     pub fn usage(message: impl Into<String>) -> Self {
-        Self::new(Kind::Usage, message)
+        Self::new(ErrorKind::Usage, message)
     }
 
     /// Makes the error for a file that is not as its program wrote it.
     pub fn damaged(message: impl Into<String>) -> Self {
-        Self::new(Kind::Damaged, message)
+        Self::new(ErrorKind::Damaged, message)
     }
 
     /// Makes the error for inputs that do not belong together.
     pub fn mismatch(message: impl Into<String>) -> Self {
-        Self::new(Kind::Mismatch, message)
+        Self::new(ErrorKind::Mismatch, message)
     }
 
     /// Makes the error for a valid input that kvsmith cannot handle.
     pub fn unsupported(message: impl Into<String>) -> Self {
-        Self::new(Kind::Unsupported, message)
+        Self::new(ErrorKind::Unsupported, message)
     }
 
     /// Makes the error for too little free memory.
     pub fn memory(message: impl Into<String>) -> Self {
-        Self::new(Kind::Memory, message)
+        Self::new(ErrorKind::Memory, message)
     }
 
     /// Makes the error for a GPU with too little free memory for `need`.
@@ -133,28 +133,28 @@ impl Error {
 
     /// Makes the error for what the operating system refused.
     pub fn system(message: impl Into<String>) -> Self {
-        Self::new(Kind::System, message)
+        Self::new(ErrorKind::System, message)
     }
 
     /// Makes the error for what no input should be able to cause.
     pub fn internal(message: impl Into<String>) -> Self {
-        Self::new(Kind::Internal, message)
+        Self::new(ErrorKind::Internal, message)
     }
 
     /// Makes the error for a device that is not available or cannot do the work.
     pub fn device(message: impl Into<String>) -> Self {
-        Self::new(Kind::Device, message)
+        Self::new(ErrorKind::Device, message)
     }
 
     /// Makes the error for cancelled work.
     pub fn interrupted() -> Self {
-        Self::new(Kind::Interrupted, "interrupted")
+        Self::new(ErrorKind::Interrupted, "interrupted")
     }
 
     /// Makes the error for a failed write to stdout; a closed pipe ends the program silently.
     pub fn stdout(source: &io::Error) -> Self {
         match source.kind() {
-            ErrorKind::BrokenPipe => Self::new(Kind::Closed, "stdout was closed"),
+            io::ErrorKind::BrokenPipe => Self::new(ErrorKind::Closed, "stdout was closed"),
             _ => Self::system(format!("cannot write to stdout: {source}"))
                 .hint("free some disk space, or redirect the output elsewhere"),
         }
@@ -163,24 +163,24 @@ impl Error {
     /// Makes the error for a failed input or output operation on `path`; `doing` is its verb, such as `read`.
     pub fn io(path: &Path, doing: &str, source: &io::Error) -> Self {
         let kind = match source.kind() {
-            ErrorKind::NotFound => Kind::NotFound,
-            ErrorKind::UnexpectedEof => Kind::Damaged,
-            ErrorKind::InvalidData => Kind::Invalid,
-            ErrorKind::OutOfMemory => Kind::Memory,
-            _ => Kind::System,
+            io::ErrorKind::NotFound => ErrorKind::NotFound,
+            io::ErrorKind::UnexpectedEof => ErrorKind::Damaged,
+            io::ErrorKind::InvalidData => ErrorKind::Invalid,
+            io::ErrorKind::OutOfMemory => ErrorKind::Memory,
+            _ => ErrorKind::System,
         };
         let error = Self {
             source: Some(again(source)),
             ..Self::new(kind, format!("cannot {doing} {}: {source}", path.display()))
         };
         let hint = match source.kind() {
-            ErrorKind::StorageFull => "free some disk space, or write the output elsewhere",
-            ErrorKind::PermissionDenied => "check the permissions of the file and its folder",
-            ErrorKind::NotFound => "check that the path exists",
-            ErrorKind::FileTooLarge => {
+            io::ErrorKind::StorageFull => "free some disk space, or write the output elsewhere",
+            io::ErrorKind::PermissionDenied => "check the permissions of the file and its folder",
+            io::ErrorKind::NotFound => "check that the path exists",
+            io::ErrorKind::FileTooLarge => {
                 "raise the file size limit (`ulimit -f`), or write to another file system"
             }
-            ErrorKind::UnexpectedEof => {
+            io::ErrorKind::UnexpectedEof => {
                 "the file was truncated; make sure that no other program writes it, and start again"
             }
             _ if source.raw_os_error() == Some(libc::EFAULT) => {
@@ -208,7 +208,7 @@ impl Error {
     /// Puts `context: ` in front of the message, unless the user stopped the work.
     #[must_use]
     pub fn context(mut self, context: impl fmt::Display) -> Self {
-        if self.kind == Kind::Interrupted {
+        if self.kind == ErrorKind::Interrupted {
             return self;
         }
         self.message = format!("{context}: {}", self.message);
@@ -222,17 +222,17 @@ impl Error {
     }
 
     /// Returns the kind of failure.
-    pub fn kind(&self) -> Kind {
+    pub fn kind(&self) -> ErrorKind {
         self.kind
     }
 
     /// Returns the exit code of a process that ends with this failure.
     pub fn exit_code(&self) -> u8 {
         match self.kind {
-            Kind::Usage => 2,
-            Kind::Device => 3,
-            Kind::Interrupted => 130,
-            Kind::Closed => 0,
+            ErrorKind::Usage => 2,
+            ErrorKind::Device => 3,
+            ErrorKind::Interrupted => 130,
+            ErrorKind::Closed => 0,
             _ => 1,
         }
     }

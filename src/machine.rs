@@ -15,7 +15,7 @@ use crate::float::Float;
 use crate::method::Method;
 use crate::model::Decoder;
 use crate::model::forward::{CpuForward, CpuLayers, Forward, Layers};
-use crate::runner::{Engine, Options};
+use crate::runner::{DecodeOptions, Engine};
 
 /// A device, and how models run on it.
 #[derive(Clone, Copy)]
@@ -98,7 +98,7 @@ impl<'a> Machine<'a> {
         &self,
         decoder: &'l Decoder,
         method: &'l dyn Method,
-        options: Options,
+        options: DecodeOptions,
         expected: Expected,
     ) -> Result<Engine<'l>>
     where

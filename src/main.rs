@@ -4,10 +4,10 @@ use std::ffi::OsString;
 use std::os::unix::process::CommandExt;
 use std::process::{Command, ExitCode};
 
-use kvsmith::cli::{self, Cli};
-use kvsmith::cmd::signals;
-use kvsmith::cmd::terminal::say_error;
-use kvsmith::{mapped, unfinished};
+use kvsmith::internal::cli::{self, Cli};
+use kvsmith::internal::cmd::signals;
+use kvsmith::internal::cmd::terminal::say_error;
+use kvsmith::internal::{mapped, unfinished};
 
 /// The stack of the thread that runs a command, whatever the limit of the main thread's is.
 const STACK: usize = 8 << 20;

@@ -1,14 +1,16 @@
 //! An artifact against the model it is used with: sizes, values, and heads whose keys were all equal or never seen.
 
 use crate::common::*;
-use kvsmith::artifact::{Artifact, Fit, FitText, HeadDone, LayerPart, LayerStates, Section, SectionKind};
-use kvsmith::compute::cpu::Cpu;
-use kvsmith::error::Result;
-use kvsmith::method::declaration::Ask;
-use kvsmith::method::params::MethodParams;
-use kvsmith::method::registry::METHODS;
-use kvsmith::method::sections::SECTIONS;
-use kvsmith::model::Decoder;
+use kvsmith::internal::artifact::{
+    Artifact, Fit, FitText, HeadDone, LayerPart, LayerStates, Section, SectionKind,
+};
+use kvsmith::internal::compute::cpu::Cpu;
+use kvsmith::internal::error::Result;
+use kvsmith::internal::method::declaration::Ask;
+use kvsmith::internal::method::params::MethodParams;
+use kvsmith::internal::method::registry::METHODS;
+use kvsmith::internal::method::sections::SECTIONS;
+use kvsmith::internal::model::Decoder;
 use serde_json::{Map, Value, json};
 
 /// Sections with the method that reads each.

@@ -1,13 +1,13 @@
 //! The baselines against their definitions, computed naively in f64.
 
-use kvsmith::compute::attention::visible;
-use kvsmith::compute::reference::dot;
-use kvsmith::kv::packed::Center;
-use kvsmith::kv::{Budget, KvHead, KvType};
-use kvsmith::method::pqcache::{PqCache, PqCacheParams};
-use kvsmith::method::quest::{PAGE, Quest};
-use kvsmith::method::snapkv::{POOL, QUERIES, SnapKv};
-use kvsmith::method::{Place, Prompt, Reads, Retriever, Step};
+use kvsmith::internal::compute::attention::visible;
+use kvsmith::internal::compute::reference::dot;
+use kvsmith::internal::kv::packed::Center;
+use kvsmith::internal::kv::{Budget, KvHead, KvType};
+use kvsmith::internal::method::pqcache::{PqCache, PqCacheParams};
+use kvsmith::internal::method::quest::{PAGE, Quest};
+use kvsmith::internal::method::snapkv::{POOL, QUERIES, SnapKv};
+use kvsmith::internal::method::{Place, Prompt, Reads, Retriever, Step};
 use ndarray::{Array2, Array3, ArrayView1, Axis, s};
 use rand::{Rng, SeedableRng};
 use rand_chacha::ChaCha8Rng;

@@ -5,8 +5,8 @@ use std::process::Child;
 use std::time::Duration;
 
 use crate::common::*;
-use kvsmith::artifact::Artifact;
-use kvsmith::method::sections::SECTIONS;
+use kvsmith::internal::artifact::Artifact;
+use kvsmith::internal::method::sections::SECTIONS;
 use serde_json::{Value, json};
 
 fn read(path: &str) -> Vec<u8> {
@@ -443,7 +443,7 @@ fn moments_of_one_position_serve_no_other() {
         std::fs::copy(&older, &path).unwrap();
         reseal_dump(&dump, |manifest| {
             manifest["files"]["moments.safetensors"] =
-                json!(kvsmith::store::file_digest(Path::new(&path)).unwrap());
+                json!(kvsmith::internal::store::file_digest(Path::new(&path)).unwrap());
         });
         assert!(
             read(&scratch.make("section", &codebook(source))) == expected,

@@ -8,8 +8,8 @@ use std::process::{Child, Command, Stdio};
 use std::sync::{Arc, Mutex};
 
 use crate::common::*;
-use kvsmith::method::registry::METHODS;
-use kvsmith::model::chat::{ChatTemplate, Message};
+use kvsmith::internal::method::registry::METHODS;
+use kvsmith::internal::model::chat::{ChatTemplate, Message};
 use serde_json::{Value, json};
 
 /// Documents of three turns for a golden checkpoint.

@@ -6,9 +6,9 @@ mod common;
 use std::process::ExitCode;
 
 use common::*;
-use kvsmith::artifact::Artifact;
-use kvsmith::compute::{self, Workload};
-use kvsmith::method::sections::SECTIONS;
+use kvsmith::internal::artifact::Artifact;
+use kvsmith::internal::compute::{self, Workload};
+use kvsmith::internal::method::sections::SECTIONS;
 use libtest_mimic::{Arguments, Trial};
 use serde_json::{Value, json};
 

@@ -4,7 +4,7 @@ use std::path::Path;
 
 use crate::common::*;
 use half::{bf16, f16};
-use kvsmith::model::Decoder;
+use kvsmith::internal::model::Decoder;
 use ndarray::{Array1, Array3, ArrayView1, ArrayView3, Axis, concatenate};
 use serde_json::{Value, json};
 

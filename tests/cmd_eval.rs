@@ -3,16 +3,16 @@
 use std::time::Duration;
 
 use crate::common::*;
-use kvsmith::artifact::Artifact;
-use kvsmith::compute::reference;
-use kvsmith::kv::Budget;
-use kvsmith::kv::packed::Center;
-use kvsmith::kv::{KvHead, KvType};
-use kvsmith::method::registry::{METHODS, MethodName};
-use kvsmith::method::sections::SECTIONS;
-use kvsmith::method::{Method, Place, Prompt, Step};
-use kvsmith::model::Decoder;
-use kvsmith::runner::{Counts, Options, Session};
+use kvsmith::internal::artifact::Artifact;
+use kvsmith::internal::compute::reference;
+use kvsmith::internal::kv::Budget;
+use kvsmith::internal::kv::packed::Center;
+use kvsmith::internal::kv::{KvHead, KvType};
+use kvsmith::internal::method::registry::{METHODS, MethodName};
+use kvsmith::internal::method::sections::SECTIONS;
+use kvsmith::internal::method::{Method, Place, Prompt, Step};
+use kvsmith::internal::model::Decoder;
+use kvsmith::internal::runner::{Counts, DecodeOptions, Session};
 use ndarray::{Array1, ArrayView1, Axis, s};
 use serde_json::{Value, json};
 
@@ -292,7 +292,7 @@ fn naive_kl(decoder: &Decoder, documents: &[Vec<u32>], budget: f64) -> f64 {
     for ids in documents {
         let logits = |name: MethodName| -> Vec<Array1<f64>> {
             let method = prepared(name, None, decoder);
-            let options = Options {
+            let options = DecodeOptions {
                 sinks: 2,
                 window: 4,
                 budget: Budget::Fraction(budget),
@@ -348,7 +348,7 @@ fn drive(
     turns: &[(Vec<u32>, Vec<u32>)],
 ) -> Driven {
     let method = prepared(name, Some(artifact), decoder);
-    let options = Options {
+    let options = DecodeOptions {
         sinks: 1,
         window: 3,
         budget,

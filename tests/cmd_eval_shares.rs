@@ -1,11 +1,11 @@
 //! `eval` at equal bytes, its losses and intervals, and questions that are fed token by token.
 
 use crate::common::*;
-use kvsmith::kv::packed::Center;
-use kvsmith::kv::{Budget, KvType};
-use kvsmith::method::registry::MethodName;
-use kvsmith::model::Decoder;
-use kvsmith::runner::{Options, Session};
+use kvsmith::internal::kv::packed::Center;
+use kvsmith::internal::kv::{Budget, KvType};
+use kvsmith::internal::method::registry::MethodName;
+use kvsmith::internal::model::Decoder;
+use kvsmith::internal::runner::{DecodeOptions, Session};
 use ndarray::Array1;
 use serde_json::{Value, json};
 
@@ -61,7 +61,7 @@ fn logits(
     rest: &[u32],
 ) -> Vec<Array1<f64>> {
     let method = prepared(name, None, decoder);
-    let options = Options {
+    let options = DecodeOptions {
         sinks: 1,
         window: 3,
         budget,

@@ -1,11 +1,11 @@
 //! The sections of peers, `doublesparsity` and `triattention`: made on request, with the statistics of their definitions.
 
 use crate::common::*;
-use kvsmith::artifact::Artifact;
-use kvsmith::dump::{Dump, State};
-use kvsmith::method::doublesparsity;
-use kvsmith::method::sections::SECTIONS;
-use kvsmith::method::triattention;
+use kvsmith::internal::artifact::Artifact;
+use kvsmith::internal::dump::{Dump, State};
+use kvsmith::internal::method::doublesparsity;
+use kvsmith::internal::method::sections::SECTIONS;
+use kvsmith::internal::method::triattention;
 use serde_json::json;
 
 const PEERS: [&str; 2] = ["doublesparsity", "triattention"];

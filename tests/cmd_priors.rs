@@ -3,12 +3,12 @@
 use std::collections::BTreeSet;
 
 use crate::common::*;
-use kvsmith::artifact::Artifact;
-use kvsmith::dump::{Dump, State};
-use kvsmith::method::lfps::priors::{
+use kvsmith::internal::artifact::Artifact;
+use kvsmith::internal::dump::{Dump, State};
+use kvsmith::internal::method::lfps::priors::{
     ALPHAS, GAMMAS, LAGS, Priors, SCALARS, SLASH, THETAS, VERT, slash_bucket, slash_width,
 };
-use kvsmith::method::sections::SECTIONS;
+use kvsmith::internal::method::sections::SECTIONS;
 use ndarray::Array2;
 use serde_json::{Value, json};
 use sha2::{Digest, Sha256};

@@ -1,7 +1,7 @@
 //! `run`: tokens, trace and numbers of every method.
 
 use crate::common::*;
-use kvsmith::method::registry::METHODS;
+use kvsmith::internal::method::registry::METHODS;
 use serde_json::{Value, json};
 
 /// A golden checkpoint with its prompt and an artifact.

@@ -2,11 +2,11 @@
 
 use crate::common::*;
 use half::f16;
-use kvsmith::artifact::Artifact;
-use kvsmith::compute::cpu::sign_sums;
-use kvsmith::dump::{Dump, State};
-use kvsmith::method::sections::SECTIONS;
-use kvsmith::method::selfindex::{centroids, pattern};
+use kvsmith::internal::artifact::Artifact;
+use kvsmith::internal::compute::cpu::sign_sums;
+use kvsmith::internal::dump::{Dump, State};
+use kvsmith::internal::method::sections::SECTIONS;
+use kvsmith::internal::method::selfindex::{centroids, pattern};
 use ndarray::{Array2, Axis};
 use serde_json::json;
 

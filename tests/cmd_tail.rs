@@ -3,9 +3,9 @@
 use std::ops::Range;
 
 use crate::common::*;
-use kvsmith::artifact::Artifact;
-use kvsmith::dump::{Dump, State};
-use kvsmith::method::sections::SECTIONS;
+use kvsmith::internal::artifact::Artifact;
+use kvsmith::internal::dump::{Dump, State};
+use kvsmith::internal::method::sections::SECTIONS;
 use ndarray::Array2;
 use serde_json::{Value, json};
 

@@ -3,8 +3,8 @@
 use std::path::Path;
 
 use crate::common::*;
-use kvsmith::artifact::{Artifact, Verdict};
-use kvsmith::method::sections::SECTIONS;
+use kvsmith::internal::artifact::{Artifact, Verdict};
+use kvsmith::internal::method::sections::SECTIONS;
 use serde_json::{Value, json};
 
 fn verdict_of(path: &str) -> Verdict {

@@ -7,11 +7,11 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 
 use crate::common::*;
 use half::bf16;
-use kvsmith::artifact::Artifact;
-use kvsmith::dump::Dump;
-use kvsmith::error::Result;
-use kvsmith::method::sections::SECTIONS;
-use kvsmith::model::Decoder;
+use kvsmith::internal::artifact::Artifact;
+use kvsmith::internal::dump::Dump;
+use kvsmith::internal::error::Result;
+use kvsmith::internal::method::sections::SECTIONS;
+use kvsmith::internal::model::Decoder;
 use rand::{Rng, RngCore, SeedableRng};
 use rand_chacha::ChaCha8Rng;
 use serde_json::{Value, json};

@@ -5,15 +5,15 @@ use std::path::Path;
 use std::process::Command;
 
 use crate::common::{golden, no_cache, root};
-use kvsmith::artifact::Artifact;
-use kvsmith::method::a2ats::Codebooks;
-use kvsmith::method::lfps::priors::{Priors, SCALARS};
-use kvsmith::method::sections::SECTIONS;
-use kvsmith::method::triattention::MeanQueries;
-use kvsmith::method::wpq::HeadCodebooks;
-use kvsmith::method::{doublesparsity, triattention};
-use kvsmith::model::Decoder;
-use kvsmith::model::layer::rotated;
+use kvsmith::internal::artifact::Artifact;
+use kvsmith::internal::method::a2ats::Codebooks;
+use kvsmith::internal::method::lfps::priors::{Priors, SCALARS};
+use kvsmith::internal::method::sections::SECTIONS;
+use kvsmith::internal::method::triattention::MeanQueries;
+use kvsmith::internal::method::wpq::HeadCodebooks;
+use kvsmith::internal::method::{doublesparsity, triattention};
+use kvsmith::internal::model::Decoder;
+use kvsmith::internal::model::layer::rotated;
 use ndarray::{ArrayView2, Axis, s};
 use serde_json::{Value, json};
 

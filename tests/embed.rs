@@ -2,19 +2,11 @@
 
 use std::sync::atomic::{AtomicBool, Ordering};
 
-use kvsmith::artifact::Artifact;
-use kvsmith::calibration::{Calibration, Settings, verdict::VerdictSettings};
-use kvsmith::compute::cpu::Cpu;
-use kvsmith::corpus::{Corpus, CorpusOptions, CorpusSource};
-use kvsmith::disk::Output;
-use kvsmith::env::{Env, Isolation, Silent};
-use kvsmith::kv::Budget;
-use kvsmith::machine::Machine;
-use kvsmith::method::sections::SECTIONS;
-use kvsmith::model::Model;
-use kvsmith::sandbox::{self, Allowance};
-
-use kvsmith::runner::recommended;
+use kvsmith::internal::sandbox::{self, Allowance};
+use kvsmith::{
+    Artifact, Budget, Calibration, CalibrationSettings, Corpus, CorpusOptions, CorpusSource, Cpu, Env,
+    Isolation, Machine, Model, Output, SECTIONS, Silent, VerdictSettings, recommended,
+};
 use serde_json::{Value, json};
 
 use crate::common::*;
@@ -44,13 +36,13 @@ fn the_example_runs_beside_other_threads() {
 /// A caller branches on the kind of an error, and finds the failure of the system behind it.
 #[test]
 fn errors_have_kinds_and_sources() {
-    use kvsmith::error::Kind;
+    use kvsmith::internal::error::ErrorKind;
     use std::error::Error as _;
     let scratch = Scratch::new();
-    let kind = |found: kvsmith::error::Result<Artifact>| found.err().expect("an error").kind();
+    let kind = |found: kvsmith::internal::error::Result<Artifact>| found.err().expect("an error").kind();
     let open = |path: &str| Artifact::open(path.as_ref(), SECTIONS);
     let missing = open(&scratch.path("none.safetensors")).err().expect("an error");
-    assert_eq!(missing.kind(), Kind::NotFound);
+    assert_eq!(missing.kind(), ErrorKind::NotFound);
     let source = missing
         .source()
         .and_then(|source| source.downcast_ref::<std::io::Error>());
@@ -59,10 +51,10 @@ fn errors_have_kinds_and_sources() {
         Some(std::io::ErrorKind::NotFound)
     );
     std::fs::write(scratch.path("cut.safetensors"), [7; 40]).unwrap();
-    assert_eq!(kind(open(&scratch.path("cut.safetensors"))), Kind::Damaged);
+    assert_eq!(kind(open(&scratch.path("cut.safetensors"))), ErrorKind::Damaged);
     // Models: none at the path, one of an unknown family, one without a name of its family.
     let model = |name: &str| Model::open(scratch.path(name).as_ref()).err().expect("an error");
-    assert_eq!(model("none").kind(), Kind::NotFound);
+    assert_eq!(model("none").kind(), ErrorKind::NotFound);
     let folder = scratch.model("llama", "llama_default");
     let whole = Model::open(folder.as_ref()).unwrap();
     scratch.model("other", "llama_default");
@@ -77,10 +69,10 @@ fn errors_have_kinds_and_sources() {
     let hint = unknown.advice().unwrap_or_default();
     assert_eq!(
         (unknown.kind(), hint.starts_with("supported: ")),
-        (Kind::Unsupported, true),
+        (ErrorKind::Unsupported, true),
         "{hint}"
     );
-    assert_eq!(family(json!(3)).kind(), Kind::Invalid);
+    assert_eq!(family(json!(3)).kind(), ErrorKind::Invalid);
     // An artifact of another model, and cancelled work.
     let artifact = scratch.make(
         "artifact",
@@ -96,12 +88,12 @@ fn errors_have_kinds_and_sources() {
             .err()
             .expect("an error")
             .kind(),
-        Kind::Mismatch
+        ErrorKind::Mismatch
     );
     let env = Env::default();
     env.cancel.cancel();
-    let stopped = env.during(kvsmith::env::check).expect_err("cancelled");
-    assert_eq!(stopped.kind(), Kind::Interrupted);
+    let stopped = env.during(kvsmith::internal::env::check).expect_err("cancelled");
+    assert_eq!(stopped.kind(), ErrorKind::Interrupted);
     // Settings stand in angle brackets, for each user of the library to write in its own way.
     let options = CorpusOptions {
         holdout: 2.0,
@@ -109,7 +101,7 @@ fn errors_have_kinds_and_sources() {
     };
     let tokens = CorpusSource::Tokens(scratch.tokens("tokens.json", &documents(&[30], 1)).into());
     let error = Corpus::load(&whole.path, whole.config(), &tokens, &options).expect_err("an error");
-    assert_eq!(error.kind(), Kind::Usage);
+    assert_eq!(error.kind(), ErrorKind::Usage);
     assert!(
         error.to_string().starts_with("⟨holdout=2⟩ is out of range"),
         "{error}"
@@ -169,7 +161,7 @@ fn a_calibration_is_that_of_the_command() {
     let by_library = scratch.path("library");
     let opened = Model::open(model.as_ref()).unwrap();
     let object = |value: Value| value.as_object().unwrap().clone();
-    let mut settings = Settings {
+    let mut settings = CalibrationSettings {
         seed: 7,
         verdict: Some(VerdictSettings {
             tokens: 4000,
@@ -178,13 +170,14 @@ fn a_calibration_is_that_of_the_command() {
             kl: limit,
             ..VerdictSettings::default()
         }),
-        ..Settings::default()
+        ..CalibrationSettings::default()
     };
     let parameters = &mut settings.sections.parameters;
     parameters.insert("a2ats".to_owned(), object(json!({ "size": 16 })));
     parameters.insert("wpq".to_owned(), object(json!({ "wpq_bits": 32 })));
     // As another program would keep them.
-    let settings: Settings = serde_json::from_value(serde_json::to_value(&settings).unwrap()).unwrap();
+    let settings: CalibrationSettings =
+        serde_json::from_value(serde_json::to_value(&settings).unwrap()).unwrap();
     let cut = CorpusOptions {
         seq_len: Some(400),
         holdout: 0.5,

@@ -1,7 +1,7 @@
 //! Every failure says so: exit code, what caused it, a hint, and nothing left behind.
 
 use crate::common::*;
-use kvsmith::cmd::removed::{REMOVED, Removed};
+use kvsmith::internal::cmd::removed::{REMOVED, Removed};
 use serde_json::{Value, json};
 
 const REFETCH: &str = "download it again";

@@ -8,7 +8,7 @@ use std::process::Stdio;
 use crate::common::*;
 use flate2::Compression;
 use flate2::write::GzEncoder;
-use kvsmith::dump::Dump;
+use kvsmith::internal::dump::Dump;
 use serde_json::{Value, json};
 
 /// Runs the program with some text on stdin.

@@ -4,13 +4,13 @@
 
 use std::path::{Path, PathBuf};
 
-use kvsmith::kv::KvType;
-use kvsmith::model::chat::{ChatTemplate, Message};
-use kvsmith::model::tokenizer::Tokenizer;
-use kvsmith::model::{Decoder, ModelConfig};
-use kvsmith::quant::{CHUNK, Quant};
-use kvsmith::runner::Session;
-use kvsmith::store::Store;
+use kvsmith::internal::kv::KvType;
+use kvsmith::internal::model::chat::{ChatTemplate, Message};
+use kvsmith::internal::model::tokenizer::Tokenizer;
+use kvsmith::internal::model::{Decoder, ModelConfig};
+use kvsmith::internal::quant::{CHUNK, Quant};
+use kvsmith::internal::runner::Session;
+use kvsmith::internal::store::Store;
 use ndarray::Array1;
 use rand::{Rng, SeedableRng};
 use rand_chacha::ChaCha8Rng;

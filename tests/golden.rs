@@ -1,9 +1,9 @@
 //! The decoder against transformers: every family and rope type of `tests/fixtures/golden`.
 
 use crate::common::golden::{Golden, all, check_states, generate, options};
-use kvsmith::kv::KvType;
-use kvsmith::model::{Checkpoint, ModelConfig};
-use kvsmith::runner::Session;
+use kvsmith::internal::kv::KvType;
+use kvsmith::internal::model::{Checkpoint, ModelConfig};
+use kvsmith::internal::runner::Session;
 
 #[test]
 fn captured_states_match() {

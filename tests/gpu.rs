@@ -6,9 +6,9 @@ mod common;
 use std::process::ExitCode;
 
 use common::trials;
-use kvsmith::compute::device::{Device, Statistic};
-use kvsmith::compute::gpu::{Gpu, GpuLimits};
-use kvsmith::error::{Error, Kind};
+use kvsmith::internal::compute::device::{Device, Statistic};
+use kvsmith::internal::compute::gpu::{Gpu, GpuLimits};
+use kvsmith::internal::error::{Error, ErrorKind};
 use libtest_mimic::Arguments;
 use ndarray::{Array2, Array3, Axis};
 
@@ -37,7 +37,7 @@ fn values(b: usize, n: usize, d: usize) -> Array3<f32> {
 
 fn is_device_error<T>(result: Result<T, Error>, culprit: &str) {
     let error = result.err().expect("an error");
-    assert_eq!(error.kind(), Kind::Device, "{error}");
+    assert_eq!(error.kind(), ErrorKind::Device, "{error}");
     assert!(error.to_string().contains(culprit), "{error}");
     assert!(error.advice().is_some(), "{error}");
 }

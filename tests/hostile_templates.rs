@@ -8,7 +8,7 @@ use std::path::Path;
 use std::time::{Duration, Instant};
 
 use common::*;
-use kvsmith::model::chat::{ChatTemplate, Message};
+use kvsmith::internal::model::chat::{ChatTemplate, Message};
 use serde_json::{Value, json};
 
 /// A model with a tokenizer of characters.

@@ -7,9 +7,9 @@ use std::path::Path;
 use std::time::{Duration, Instant};
 
 use common::*;
-use kvsmith::error::Error;
-use kvsmith::model::ModelConfig;
-use kvsmith::model::tokenizer::Tokenizer;
+use kvsmith::internal::error::Error;
+use kvsmith::internal::model::ModelConfig;
+use kvsmith::internal::model::tokenizer::Tokenizer;
 use rand::seq::SliceRandom;
 use rand::{Rng, SeedableRng};
 use rand_chacha::ChaCha8Rng;

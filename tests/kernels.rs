@@ -14,9 +14,9 @@ use std::process::{Command, ExitCode};
 
 use common::{kept, table};
 use emulated::Emulated;
-use kvsmith::compute::cuda::kernels;
-use kvsmith::compute::cuda::nvidia::compile;
-use kvsmith::kv::cuda::attend::parts;
+use kvsmith::internal::compute::cuda::kernels;
+use kvsmith::internal::compute::cuda::nvidia::compile;
+use kvsmith::internal::kv::cuda::attend::parts;
 use libtest_mimic::{Arguments, Failed, Trial};
 
 /// The nvcc of the build.

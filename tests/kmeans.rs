@@ -3,7 +3,7 @@
 use std::ops::ControlFlow;
 use std::panic::catch_unwind;
 
-use kvsmith::stats::kmeans::{Codebook, Init, KMeansError, KMeansFit, KMeansParams, fit};
+use kvsmith::internal::stats::kmeans::{Codebook, Init, KMeansError, KMeansFit, KMeansParams, fit};
 use linfa::DatasetBase;
 use linfa::traits::{Fit, Predict};
 use linfa_clustering::{KMeans, KMeansInit};

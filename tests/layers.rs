@@ -437,7 +437,7 @@ fn each_rule_can_be_broken() {
     assert_eq!(complaints_of(&["corpus.rs", "capture.rs"]), [""; 0]);
     assert_eq!(
         complaints(&[
-            ("main.rs", "use kvsmith::cli::X;"),
+            ("main.rs", "use kvsmith::internal::cli::X;"),
             ("cli.rs", "use crate::cmd::X;"),
             ("cmd/a.rs", "")
         ]),

@@ -1,7 +1,7 @@
 //! What `run` reports to have read equals a count of its trace.
 
 use crate::common::*;
-use kvsmith::method::registry::METHODS;
+use kvsmith::internal::method::registry::METHODS;
 use serde_json::{Value, json};
 use std::collections::BTreeSet;
 

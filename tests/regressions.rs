@@ -3,11 +3,11 @@
 use std::os::unix::process::CommandExt;
 
 use crate::common::*;
-use kvsmith::compute::{attention, reference};
-use kvsmith::float::Float;
-use kvsmith::kv::RowStore;
-use kvsmith::model::ModelConfig;
-use kvsmith::model::tokenizer::Tokenizer;
+use kvsmith::internal::compute::{attention, reference};
+use kvsmith::internal::float::Float;
+use kvsmith::internal::kv::RowStore;
+use kvsmith::internal::model::ModelConfig;
+use kvsmith::internal::model::tokenizer::Tokenizer;
 use ndarray::Array2;
 use rand::{Rng, SeedableRng};
 use rand_chacha::ChaCha8Rng;
@@ -144,7 +144,7 @@ fn generation_config_replaces_stop_tokens() {
     let model = scratch.model("model", "llama_default");
     edit_json(&format!("{model}/config.json"), &json!({ "eos_token_id": 5 }));
     let eos = || {
-        kvsmith::model::ModelConfig::load(std::path::Path::new(&model))
+        kvsmith::internal::model::ModelConfig::load(std::path::Path::new(&model))
             .unwrap()
             .eos_token_ids
     };

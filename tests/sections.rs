@@ -2,13 +2,13 @@
 
 use std::collections::BTreeSet;
 
-use kvsmith::artifact::{Fit, FitInput, LayerPart, Section, SectionKind};
-use kvsmith::compute::cpu::Cpu;
-use kvsmith::env::Silent;
-use kvsmith::method::sections::SECTIONS;
-use kvsmith::model::Sizes;
-use kvsmith::stats::moments::Position;
-use kvsmith::store::Spec;
+use kvsmith::internal::artifact::{Fit, FitInput, LayerPart, Section, SectionKind};
+use kvsmith::internal::compute::cpu::Cpu;
+use kvsmith::internal::env::Silent;
+use kvsmith::internal::method::sections::SECTIONS;
+use kvsmith::internal::model::Sizes;
+use kvsmith::internal::stats::moments::Position;
+use kvsmith::internal::store::Spec;
 
 const SIZES: Sizes = Sizes {
     n_layers: 3,

@@ -1,19 +1,19 @@
 //! Sessions: caches that grow, and prompts that continue one.
 
 use crate::common::{Scratch, all_golden, documents, prepared, relative_error};
-use kvsmith::artifact::Artifact;
-use kvsmith::env::Env;
-use kvsmith::error::Kind;
-use kvsmith::kv::KvType;
-use kvsmith::kv::budget::Budget;
-use kvsmith::kv::packed::Center;
-use kvsmith::method::Method;
-use kvsmith::method::registry::{METHODS, MethodName};
-use kvsmith::method::sections::SECTIONS;
-use kvsmith::model::Decoder;
-use kvsmith::model::forward::CpuForward;
-use kvsmith::runner::eval::{Done, Evaluation, Variant};
-use kvsmith::runner::{Engine, Options, SequenceId, Session};
+use kvsmith::internal::artifact::Artifact;
+use kvsmith::internal::env::Env;
+use kvsmith::internal::error::ErrorKind;
+use kvsmith::internal::kv::KvType;
+use kvsmith::internal::kv::budget::Budget;
+use kvsmith::internal::kv::packed::Center;
+use kvsmith::internal::method::Method;
+use kvsmith::internal::method::registry::{METHODS, MethodName};
+use kvsmith::internal::method::sections::SECTIONS;
+use kvsmith::internal::model::Decoder;
+use kvsmith::internal::model::forward::CpuForward;
+use kvsmith::internal::runner::eval::{Done, Evaluation, Variant};
+use kvsmith::internal::runner::{DecodeOptions, Engine, SequenceId, Session};
 use ndarray::Array1;
 
 struct Model {
@@ -50,13 +50,13 @@ impl Model {
         prepared(method, Some(&self.artifact), &self.decoder)
     }
 
-    fn engine<'a>(&'a self, method: &'a dyn Method, options: Options) -> Engine<'a> {
+    fn engine<'a>(&'a self, method: &'a dyn Method, options: DecodeOptions) -> Engine<'a> {
         Engine::new(Box::new(CpuForward::new(&self.decoder).unwrap()), method, options)
     }
 }
 
-fn options(budget: Budget, kv: KvType) -> Options {
-    Options {
+fn options(budget: Budget, kv: KvType) -> DecodeOptions {
+    DecodeOptions {
         sinks: 2,
         window: 4,
         budget,
@@ -170,7 +170,10 @@ fn the_memory_of_a_sequence_is_known_before_it_is_opened() {
                 let name = format!("{} {kv:?} {}", method.as_str(), model.decoder.config.head_dim);
                 // A cache grows by an eighth at a time; a 2-bit cache also holds some positions in full.
                 let full = if kv == KvType::TwoBit { 4.0 } else { 1.2 };
-                assert!(rows <= held_rows && held_rows <= full * rows, "{name}: {rows} {held_rows}");
+                assert!(
+                    rows <= held_rows && held_rows <= full * rows,
+                    "{name}: {rows} {held_rows}"
+                );
                 assert!(held <= 1.3 * index + 64.0, "{name}: holds {held}, not {index}");
                 assert!(index <= 2.0 * held, "{name}: holds {held}, not {index}");
             }
@@ -211,10 +214,10 @@ fn what_an_engine_cannot_do_is_refused_and_changes_nothing() {
     let env = Env::default();
     env.cancel.cancel();
     let cancelled = env.during(|| engine.step(&[(a, 1)]));
-    assert_eq!(cancelled.unwrap_err().kind(), Kind::Interrupted);
+    assert_eq!(cancelled.unwrap_err().kind(), ErrorKind::Interrupted);
     assert_eq!(engine.positions(a).unwrap(), 20);
     let cancelled = env.during(|| engine.prefill(a, &model.ids[..20]));
-    assert_eq!(cancelled.unwrap_err().kind(), Kind::Interrupted);
+    assert_eq!(cancelled.unwrap_err().kind(), ErrorKind::Interrupted);
     assert_eq!(engine.sequences().count(), 0);
     let c = engine.open(32).unwrap();
     let expected = alone(
@@ -255,7 +258,7 @@ fn a_long_prompt_tells_its_progress_within_a_layer() {
     let ids = documents(&[5000], 4).remove(0);
     let session = || {
         let method = prepared(METHODS[0], None, &decoder);
-        let options = Options {
+        let options = DecodeOptions {
             sinks: 2,
             window: 4,
             budget: Budget::Fraction(1.0),
@@ -325,7 +328,7 @@ fn a_look_at_full_attention_changes_nothing() {
 #[test]
 fn an_evaluation_tells_its_progress() {
     for model in Model::all() {
-        let options = Options {
+        let options = DecodeOptions {
             sinks: 2,
             window: 4,
             budget: Budget::Count(9),

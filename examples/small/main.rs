@@ -10,9 +10,9 @@ use std::fmt::Write as _;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
-use kvsmith::artifact::Artifact;
-use kvsmith::method::a2ats::{CODEBOOK, FitParams, MEAN};
-use kvsmith::method::sections::SECTIONS;
+use kvsmith::internal::artifact::Artifact;
+use kvsmith::internal::method::a2ats::{CODEBOOK, FitParams, MEAN};
+use kvsmith::internal::method::sections::SECTIONS;
 use serde_json::{Value, json};
 
 use groups::{BASE, BY_LENGTH, Case, Group, METHODS, On, SIMILARITY, groups};
@@ -257,7 +257,7 @@ fn drop_single_turns(row: &mut Value) {
 /// mean.
 type Codebooks = Vec<Vec<Vec<Vec<f64>>>>;
 
-fn codebook(artifact: &Artifact) -> Result<Codebooks, kvsmith::error::Error> {
+fn codebook(artifact: &Artifact) -> Result<Codebooks, kvsmith::internal::error::Error> {
     let sizes = artifact.sizes;
     let (g, d) = (sizes.n_kv_heads, sizes.head_dim);
     let section = artifact.section("a2ats")?;

@@ -4,8 +4,8 @@ use std::collections::BTreeMap;
 use std::path::Path;
 
 use SeriesLabelPosition::{LowerRight, UpperRight};
-use kvsmith::artifact::Artifact;
-use kvsmith::method::sections::SECTIONS;
+use kvsmith::internal::artifact::Artifact;
+use kvsmith::internal::method::sections::SECTIONS;
 use plotters::coord::Shift;
 use plotters::prelude::*;
 use serde_json::Value;

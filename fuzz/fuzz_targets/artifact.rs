@@ -3,15 +3,15 @@
 
 use std::sync::LazyLock;
 
-use kvsmith::artifact::Artifact;
-use kvsmith::kv::packed::Center;
-use kvsmith::kv::{Budget, KvType};
-use kvsmith::method::declaration::Ask;
-use kvsmith::method::params::MethodParams;
-use kvsmith::method::registry::METHODS;
-use kvsmith::method::sections::SECTIONS;
-use kvsmith::model::Decoder;
-use kvsmith::runner::{Options, Session};
+use kvsmith::internal::artifact::Artifact;
+use kvsmith::internal::kv::packed::Center;
+use kvsmith::internal::kv::{Budget, KvType};
+use kvsmith::internal::method::declaration::Ask;
+use kvsmith::internal::method::params::MethodParams;
+use kvsmith::internal::method::registry::METHODS;
+use kvsmith::internal::method::sections::SECTIONS;
+use kvsmith::internal::model::Decoder;
+use kvsmith::internal::runner::{DecodeOptions, Session};
 use kvsmith_fuzz::{Folder, Input, TensorFile, decoder, edit, made, one_thread};
 use libfuzzer_sys::fuzz_target;
 
@@ -73,7 +73,7 @@ fuzz_target!(|data: &[u8]| {
     let Ok(method) = METHODS[usize::from(method) % METHODS.len()].prepare(&ask) else {
         return;
     };
-    let options = Options {
+    let options = DecodeOptions {
         sinks: 1,
         window: 1,
         budget: Budget::Count(2),

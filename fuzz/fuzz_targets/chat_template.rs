@@ -4,7 +4,7 @@
 
 use std::sync::LazyLock;
 
-use kvsmith::model::chat::{ChatTemplate, Message};
+use kvsmith::internal::model::chat::{ChatTemplate, Message};
 use kvsmith_fuzz::{Folder, share_counters};
 use libfuzzer_sys::fuzz_target;
 

@@ -3,8 +3,8 @@
 
 use std::sync::LazyLock;
 
-use kvsmith::model::rope::Rope;
-use kvsmith::model::{Decoder, ModelConfig, ModelManifest};
+use kvsmith::internal::model::rope::Rope;
+use kvsmith::internal::model::{Decoder, ModelConfig, ModelManifest};
 use kvsmith_fuzz::{Folder, json, one_thread, small_model};
 use libfuzzer_sys::fuzz_target;
 use serde_json::Value;

@@ -3,7 +3,7 @@
 
 use std::sync::LazyLock;
 
-use kvsmith::dump::{Dump, State};
+use kvsmith::internal::dump::{Dump, State};
 use kvsmith_fuzz::{Folder, Input, TensorFile, digest, edit, made, one_thread, seal};
 use libfuzzer_sys::fuzz_target;
 use serde_json::{Value, json};

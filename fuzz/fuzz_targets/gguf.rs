@@ -3,9 +3,9 @@
 
 use std::sync::LazyLock;
 
-use kvsmith::model::chat::ChatTemplate;
-use kvsmith::model::tokenizer::Tokenizer;
-use kvsmith::model::{Decoder, ModelConfig};
+use kvsmith::internal::model::chat::ChatTemplate;
+use kvsmith::internal::model::tokenizer::Tokenizer;
+use kvsmith::internal::model::{Decoder, ModelConfig};
 use kvsmith_fuzz::{Folder, one_thread, small_model};
 use libfuzzer_sys::fuzz_target;
 

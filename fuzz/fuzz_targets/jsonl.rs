@@ -3,8 +3,8 @@
 
 use std::sync::LazyLock;
 
-use kvsmith::corpus::TextFiles;
-use kvsmith::model::tokenizer::Tokenizer;
+use kvsmith::internal::corpus::TextFiles;
+use kvsmith::internal::model::tokenizer::Tokenizer;
 use kvsmith_fuzz::{Folder, config, model};
 use libfuzzer_sys::fuzz_target;
 

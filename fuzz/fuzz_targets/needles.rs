@@ -3,9 +3,9 @@
 
 use std::sync::LazyLock;
 
-use kvsmith::cmd::eval::needles::{Feeding, Reader};
-use kvsmith::model::Decoder;
-use kvsmith::model::tokenizer::Tokenizer;
+use kvsmith::internal::cmd::eval::needles::{Feeding, Reader};
+use kvsmith::internal::model::Decoder;
+use kvsmith::internal::model::tokenizer::Tokenizer;
 use kvsmith_fuzz::{Folder, model, one_thread};
 use libfuzzer_sys::fuzz_target;
 

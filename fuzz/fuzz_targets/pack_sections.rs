@@ -3,9 +3,9 @@
 
 use std::sync::LazyLock;
 
-use kvsmith::artifact::{Artifact, pack};
-use kvsmith::disk::Output;
-use kvsmith::method::sections::SECTIONS;
+use kvsmith::internal::artifact::{Artifact, pack};
+use kvsmith::internal::disk::Output;
+use kvsmith::internal::method::sections::SECTIONS;
 use kvsmith_fuzz::{Folder, Input, TensorFile, edit, made, one_thread};
 use libfuzzer_sys::fuzz_target;
 

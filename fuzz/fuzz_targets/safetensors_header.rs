@@ -4,8 +4,8 @@
 
 use std::sync::LazyLock;
 
-use kvsmith::model::weights::Checkpoint;
-use kvsmith::store::Store;
+use kvsmith::internal::model::weights::Checkpoint;
+use kvsmith::internal::store::Store;
 use kvsmith_fuzz::{Folder, Input, one_thread};
 use libfuzzer_sys::fuzz_target;
 

@@ -3,8 +3,8 @@
 
 use std::sync::LazyLock;
 
-use kvsmith::model::ModelConfig;
-use kvsmith::model::tokenizer::{TextStream, Tokenizer};
+use kvsmith::internal::model::ModelConfig;
+use kvsmith::internal::model::tokenizer::{TextStream, Tokenizer};
 use kvsmith_fuzz::{Folder, config, json, share_counters};
 use libfuzzer_sys::fuzz_target;
 use serde_json::Value;

@@ -3,7 +3,7 @@
 
 use std::sync::LazyLock;
 
-use kvsmith::corpus::{Corpus, CorpusOptions, read_tokens};
+use kvsmith::internal::corpus::{Corpus, CorpusOptions, read_tokens};
 use kvsmith_fuzz::{Folder, Input};
 use libfuzzer_sys::fuzz_target;
 

@@ -4,15 +4,15 @@
 use std::collections::BTreeMap;
 use std::sync::LazyLock;
 
-use kvsmith::artifact::{
+use kvsmith::internal::artifact::{
     Facts, Fit, FitInput, FitText, HeadDone, HeadReport, LayerPart, LayerStates, MomentsRead, Section,
     SectionKind, SectionView,
 };
-use kvsmith::compute::cpu::Cpu;
-use kvsmith::error::Result;
-use kvsmith::model::Sizes;
-use kvsmith::store::Spec;
-use kvsmith::work::WorkFolder;
+use kvsmith::internal::compute::cpu::Cpu;
+use kvsmith::internal::error::Result;
+use kvsmith::internal::model::Sizes;
+use kvsmith::internal::store::Spec;
+use kvsmith::internal::work::WorkFolder;
 use kvsmith_fuzz::{Folder, Input, TensorFile, edit, one_thread};
 use libfuzzer_sys::fuzz_target;
 use ndarray::Array2;

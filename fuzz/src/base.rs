@@ -3,9 +3,9 @@
 use std::path::{Path, PathBuf};
 
 use clap::Parser;
-use kvsmith::cli::{Cli, Command};
-use kvsmith::cmd::{calibrate, dump};
-use kvsmith::model::{Decoder, ModelConfig};
+use kvsmith::internal::cli::{Cli, Command};
+use kvsmith::internal::cmd::{calibrate, dump};
+use kvsmith::internal::model::{Decoder, ModelConfig};
 use serde_json::json;
 use tempfile::TempDir;
 

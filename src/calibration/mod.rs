@@ -55,7 +55,7 @@ impl RopeKind {
 /// What decides the artifact, besides model and text.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
-pub struct Settings {
+pub struct CalibrationSettings {
     /// The seed of all random choices.
     pub seed: u64,
     /// For a2ats: fixed distance, in tokens, between query and key at which keys are scored; by default one within the
@@ -72,7 +72,7 @@ pub struct Settings {
     pub verdict: Option<VerdictSettings>,
 }
 
-impl Default for Settings {
+impl Default for CalibrationSettings {
     fn default() -> Self {
         Self {
             seed: 0,
@@ -93,7 +93,7 @@ pub fn wrope_position(given: Option<usize>, config: &ModelConfig) -> usize {
     given.unwrap_or(WROPE_POSITION.min(config.max_position_embeddings / 2))
 }
 
-impl Settings {
+impl CalibrationSettings {
     /// Checks the values, those of the fits aside.
     ///
     /// # Errors
@@ -180,7 +180,7 @@ pub fn model_manifest(model: &Model, reporter: &dyn Reporter) -> Result<ModelMan
 pub struct Calibration<'a> {
     machine: Machine<'a>,
     model: &'a Model,
-    settings: &'a Settings,
+    settings: &'a CalibrationSettings,
     corpus: &'a Corpus,
     material: Option<Material>,
     kept: Vec<bool>,
@@ -197,7 +197,7 @@ pub struct Work<'a> {
 }
 
 /// What a calibration made.
-pub struct Made {
+pub struct Calibrated {
     /// The verdict, or why it could not be measured; `None` without one. The artifact exists unless this is an error.
     pub verdict: Option<Result<Verdict>>,
     /// The file with everything but the verdict, if the verdict failed and nothing else has it.
@@ -216,7 +216,7 @@ impl<'a> Calibration<'a> {
     pub fn new(
         machine: Machine<'a>,
         model: &'a Model,
-        settings: &'a Settings,
+        settings: &'a CalibrationSettings,
         (corpus, reserve): (&'a Corpus, &Reserve),
     ) -> Result<Self> {
         settings.check()?;
@@ -250,8 +250,8 @@ impl Calibration<'_> {
     ///
     /// # Errors
     /// The model or the device fails, the disk is full, cancelled work: with a work folder, all finished layers are in it.
-    /// An error of the verdict is in [`Made`], since the sections are then saved.
-    pub fn run(self, output: Output, work: Option<Work>) -> Result<Made> {
+    /// An error of the verdict is in [`Calibrated`], since the sections are then saved.
+    pub fn run(self, output: Output, work: Option<Work>) -> Result<Calibrated> {
         let (start, machine, decoder) = (Instant::now(), self.machine, &self.model.decoder);
         let origin = Origin {
             model: model_manifest(self.model, machine.reporter)?,
@@ -287,7 +287,7 @@ impl Calibration<'_> {
         let mut stages = pass.run(layers.as_ref(), work.as_ref(), &mut sections)?;
         drop(layers);
         let fitted = start.elapsed().as_secs_f64();
-        let mut made = Made {
+        let mut made = Calibrated {
             verdict: None,
             spare: None,
             stages: Stages::default(),

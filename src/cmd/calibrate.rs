@@ -17,7 +17,7 @@ use crate::cmd::flags::{parse_count, parse_positive_count};
 use crate::cmd::terminal::{Log, columns};
 use crate::compute::Workload;
 use crate::compute::device::Device;
-use crate::error::{Error, Kind, Result};
+use crate::error::{Error, ErrorKind, Result};
 use crate::heap;
 use crate::method::a2ats;
 use crate::model::ModelConfig;
@@ -94,8 +94,8 @@ impl Args {
 
 impl Settings {
     /// Returns what decides the artifact, besides model and text.
-    pub fn plain(&self, global: &Global) -> calibration::Settings {
-        calibration::Settings {
+    pub fn plain(&self, global: &Global) -> calibration::CalibrationSettings {
+        calibration::CalibrationSettings {
             seed: global.seed,
             wrope_position: self.wrope_position,
             rope: self.rope,
@@ -107,7 +107,11 @@ impl Settings {
 }
 
 /// Describes what a number of codewords takes of the bytes of a cache.
-pub fn size_text(settings: &calibration::Settings, config: &ModelConfig, codewords: usize) -> String {
+pub fn size_text(
+    settings: &calibration::CalibrationSettings,
+    config: &ModelConfig,
+    codewords: usize,
+) -> String {
     let context = settings.context(config);
     format!(
         "{codewords} codewords per KV head, {:.1}% of the bytes of {} positions",
@@ -120,10 +124,10 @@ pub fn size_text(settings: &calibration::Settings, config: &ModelConfig, codewor
 pub fn run(args: &Args, global: &Global) -> Result<()> {
     let made = calibrate(args, global).map_err(|e| match (e.kind(), &args.work) {
         _ if e.advice().is_some() => e,
-        (Kind::Interrupted, Some(_)) => {
+        (ErrorKind::Interrupted, Some(_)) => {
             e.hint("run the same command with --resume to continue after the last finished layer")
         }
-        (Kind::Interrupted, None) => {
+        (ErrorKind::Interrupted, None) => {
             e.hint("give --work DIR next time; an interrupted calibration can then be resumed")
         }
         _ => e,

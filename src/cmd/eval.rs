@@ -26,7 +26,7 @@ use crate::method::Method;
 use crate::method::registry::{FULL, MethodName};
 use crate::method::sections::SECTIONS;
 use crate::model::Decoder;
-use crate::runner::Options;
+use crate::runner::DecodeOptions;
 use crate::runner::eval::{Bootstrap, Evaluation, FEWEST, Variant};
 pub use args::Args;
 use material::Material;
@@ -85,7 +85,7 @@ fn eval(args: &Args, global: &Global) -> Result<()> {
     let options = |artifact| {
         let whole = Budget::Fraction(1.0);
         let options = args.reading.options(whole, None, artifact, device.as_ref());
-        options.map(|options| Options {
+        options.map(|options| DecodeOptions {
             granule: args.granule(),
             ..options
         })
@@ -185,7 +185,12 @@ fn eval(args: &Args, global: &Global) -> Result<()> {
 }
 
 /// Describes what was measured, so that nobody takes it for another model or artifact.
-fn conditions(args: &Args, decoder: &Decoder, artifacts: &[Artifact], options: &Options) -> Result<Value> {
+fn conditions(
+    args: &Args,
+    decoder: &Decoder,
+    artifacts: &[Artifact],
+    options: &DecodeOptions,
+) -> Result<Value> {
     let files = args.artifacts().zip(artifacts);
     let artifact = |(file, artifact): (&PathBuf, &Artifact)| json!({ "file": file, "sections_sha256": artifact.manifest.sections_sha256() });
     Ok(json!({

@@ -231,7 +231,7 @@ fn range_text([low, high]: [f64; 2]) -> String {
 /// give.
 fn texts(
     settings: &Settings,
-    own: &calibration::Settings,
+    own: &calibration::CalibrationSettings,
     config: &ModelConfig,
     global: &Global,
 ) -> Result<(Corpus, Reserve)> {

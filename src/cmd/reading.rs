@@ -19,7 +19,7 @@ use crate::method::registry::MethodName;
 use crate::method::sections::SECTIONS;
 use crate::method::{CPU_GRANULE, Method};
 use crate::model::{Decoder, Model};
-use crate::runner::Options;
+use crate::runner::DecodeOptions;
 
 /// Where and how keys and values are held.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, clap::ValueEnum)]
@@ -102,8 +102,8 @@ impl Reading {
         usual: Option<KvType>,
         artifact: Option<&Artifact>,
         device: &dyn Device,
-    ) -> Result<Options> {
-        Ok(Options {
+    ) -> Result<DecodeOptions> {
+        Ok(DecodeOptions {
             sinks: self.sinks,
             window: self.window,
             budget,
@@ -244,7 +244,7 @@ impl Reading {
 
 /// Warns of flags of methods that are not among `methods`; some of those of selfindex apply to 2-bit caches too, and one
 /// to these alone.
-pub(in crate::cmd) fn warn_of_methods(methods: &[MethodName], packed: bool, global: &Global) {
+pub(in crate::internal::cmd) fn warn_of_methods(methods: &[MethodName], packed: bool, global: &Global) {
     for (method, flags) in flags_of_methods() {
         let runs = methods.iter().any(|own| own.as_str() == method);
         for flag in flags.iter().filter(|flag| global.given.contains(flag)) {
@@ -262,7 +262,7 @@ pub(in crate::cmd) fn warn_of_methods(methods: &[MethodName], packed: bool, glob
 }
 
 /// Joins names as in "a, b and c".
-pub(in crate::cmd) fn listed(names: &[&str]) -> String {
+pub(in crate::internal::cmd) fn listed(names: &[&str]) -> String {
     match names.split_last() {
         Some((last, others)) if !others.is_empty() => format!("{} and {last}", others.join(", ")),
         _ => names.concat(),

@@ -9,7 +9,7 @@ use signal_hook::iterator::Signals;
 
 use super::terminal::say;
 use crate::env::{Cancel, Env};
-use crate::error::{Error, Kind, Result};
+use crate::error::{Error, ErrorKind, Result};
 use crate::unfinished;
 
 /// Whether a signal asked the command to stop.
@@ -148,7 +148,7 @@ fn is_ignored(signal: libc::c_int) -> bool {
 pub fn is_stopped(result: Result<()>, done: usize) -> Result<bool> {
     match result {
         // What was measured so far is still reported.
-        Err(e) if e.kind() == Kind::Interrupted && done > 0 => Ok(true),
+        Err(e) if e.kind() == ErrorKind::Interrupted && done > 0 => Ok(true),
         other => other.map(|()| false),
     }
 }

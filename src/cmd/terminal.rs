@@ -11,7 +11,7 @@ use indicatif::{HumanCount, HumanDuration, ProgressBar, ProgressDrawTarget, Prog
 
 use super::signals::Saving;
 use crate::env::{self, Reporter};
-use crate::error::{Error, Kind};
+use crate::error::{Error, ErrorKind};
 use crate::wording::{harmless, settings, wrapped};
 
 /// Writes a line to stderr with its control characters escaped; a failed write is ignored, since there is nowhere to
@@ -52,7 +52,7 @@ fn say_as(what: &str, colour: Color, text: &str) {
 
 /// Writes an error and its hint; nothing if stdout was closed, which ends the program silently.
 pub fn say_error(error: &Error) {
-    if error.kind() != Kind::Closed {
+    if error.kind() != ErrorKind::Closed {
         say_as("error", Color::Red, &error.to_string());
     }
     if let Some(hint) = error.advice() {

@@ -25,13 +25,13 @@ use crate::kv::sample::Sampler;
 use crate::method::bench::{Bench, CodeForm, Contents};
 use crate::method::cuda::{CudaIndex, CudaNeeds, CudaStep, Indexes, OnDevice, TALLIES};
 use crate::method::{CUDA_GRANULE, Method, Reads};
-use crate::runner::{Backend, Counts, Options, Shares, StepAt, Trace};
+use crate::runner::{Backend, Counts, DecodeOptions, Shares, StepAt, Trace};
 
 /// A model with its caches and indexes on the device. Several backends may share the weights. It holds one sequence for a session, or several sequences that
 /// [`CudaBackend::feed`] and [`CudaBackend::advance`] continue together.
 pub struct CudaBackend<'a> {
     model: DeviceModel<'a>,
-    options: Options,
+    options: DecodeOptions,
     at: OnDevice<'a>,
     layers: Vec<LayerState<'a>>,
     attention: Attention<'a>,
@@ -63,7 +63,7 @@ impl<'d> LayerState<'d> {
 impl<'a> CudaBackend<'a> {
     /// Returns whether the method's caches and selection can be on the device. `turns` says whether there may be more
     /// than one prompt.
-    pub fn can(method: &dyn Method, options: &Options, turns: bool) -> bool {
+    pub fn can(method: &dyn Method, options: &DecodeOptions, turns: bool) -> bool {
         let packed = options.kv == KvType::TwoBit;
         let needs = CudaNeeds {
             packed,
@@ -81,7 +81,7 @@ impl<'a> CudaBackend<'a> {
     pub fn new(
         body: impl Into<Arc<Body<'a>>>,
         method: &dyn Method,
-        options: Options,
+        options: DecodeOptions,
         sequences: usize,
         capacity: usize,
     ) -> Result<Self> {
@@ -98,7 +98,7 @@ impl<'a> CudaBackend<'a> {
         body: impl Into<Arc<Body<'a>>>,
         method: &dyn Bench,
         codewords: usize,
-        options: Options,
+        options: DecodeOptions,
         [sequences, context, steps]: [usize; 3],
         seed: u32,
     ) -> Result<Self> {
@@ -124,7 +124,7 @@ impl<'a> CudaBackend<'a> {
 
     fn with(
         body: impl Into<Arc<Body<'a>>>,
-        options: Options,
+        options: DecodeOptions,
         sequences: usize,
         capacity: usize,
         indexes: impl FnOnce(OnDevice<'a>, &[Limits]) -> Result<Indexes<'a>>,

@@ -30,13 +30,13 @@ use crate::kv::sample::Sampler;
 use crate::kv::{KvHead, StaticSet};
 use crate::method::cuda::{CudaIndex, CudaNeeds, CudaStep, OnDevice};
 use crate::method::{CUDA_GRANULE, Choice, Method, Reads};
-use crate::runner::{Backend, Counts, Options, Shares, StepAt, Trace, add_rows};
+use crate::runner::{Backend, Counts, DecodeOptions, Shares, StepAt, Trace, add_rows};
 use static_set::{StaticAttention, put_rows};
 
 /// A model and its indexes on the device, with the caches in host memory.
 pub struct HostBackend<'a> {
     model: DeviceModel<'a>,
-    options: Options,
+    options: DecodeOptions,
     shape: Shape,
     layers: Vec<HostLayer<'a>>,
     static_set: StaticAttention<'a>,
@@ -57,7 +57,7 @@ struct HostLayer<'d> {
 }
 
 /// Returns the element type of the cached rows.
-fn kind(options: &Options) -> Result<Float> {
+fn kind(options: &DecodeOptions) -> Result<Float> {
     let refused = || Error::internal("CUDA: the cache is not of a float type");
     options.kv.float().ok_or_else(refused)
 }
@@ -65,7 +65,7 @@ fn kind(options: &Options) -> Result<Float> {
 impl<'a> HostBackend<'a> {
     /// Returns whether the method's index can be on the device while the cached rows are not. `turns` says whether
     /// there may be more than one prompt.
-    pub fn can(method: &dyn Method, options: &Options, turns: bool) -> bool {
+    pub fn can(method: &dyn Method, options: &DecodeOptions, turns: bool) -> bool {
         let needs = CudaNeeds {
             packed: false,
             later_prompts: turns,
@@ -83,7 +83,7 @@ impl<'a> HostBackend<'a> {
     pub fn new(
         body: impl Into<Arc<Body<'a>>>,
         method: &dyn Method,
-        options: Options,
+        options: DecodeOptions,
         [expected, capacity]: [usize; 2],
     ) -> Result<Self> {
         let body = body.into();

@@ -13,7 +13,7 @@ use crate::error::Result;
 use crate::kv::cuda::Shape;
 use crate::kv::sample::Sampler;
 use crate::method::cuda::CudaIndex;
-use crate::runner::{Options, Trace};
+use crate::runner::{DecodeOptions, Trace};
 
 /// A model on the device, the positions of its sequences and the buffers of a decode step.
 pub(super) struct DeviceModel<'a> {
@@ -28,7 +28,7 @@ impl<'a> DeviceModel<'a> {
     ///
     /// # Errors
     /// Out of memory.
-    pub fn new(body: Arc<Body<'a>>, shape: Shape, options: &Options) -> Result<Self> {
+    pub fn new(body: Arc<Body<'a>>, shape: Shape, options: &DecodeOptions) -> Result<Self> {
         Ok(Self {
             rotation: Rotation::new(body.driver, &body.rope, 0, shape.capacity)?,
             space: StepSpace::new(&body, shape.sequences)?,

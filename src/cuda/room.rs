@@ -15,7 +15,7 @@ use crate::env;
 use crate::error::{Error, Result};
 use crate::method::Method;
 use crate::model::Decoder;
-use crate::runner::{Backend, Opener, Options, room};
+use crate::runner::{Backend, DecodeOptions, Opener, room};
 
 /// A checkpoint and the device that is to run it.
 #[derive(Clone, Copy)]
@@ -56,7 +56,7 @@ impl<'a> Source<'a> {
     pub fn session(
         &self,
         method: &dyn Method,
-        options: Options,
+        options: DecodeOptions,
         extent: &Extent,
         tell: &dyn Fn(&str),
     ) -> Result<CudaBackend<'a>> {
@@ -78,7 +78,7 @@ impl<'a> Source<'a> {
     pub fn host_session(
         &self,
         method: &dyn Method,
-        options: Options,
+        options: DecodeOptions,
         expected: usize,
         extent: &Extent,
         tell: &dyn Fn(&str),
@@ -123,7 +123,7 @@ impl<'a> Source<'a> {
     pub fn sequences(
         &self,
         method: &'a dyn Method,
-        options: Options,
+        options: DecodeOptions,
         rows: RowsIn,
         expected: Expected,
         tell: &dyn Fn(&str),
@@ -183,7 +183,7 @@ pub enum RowsIn {
 impl RowsIn {
     /// Returns whether caches and selection of the method can be there; `turns` says whether a sequence may have more than one
     /// prompt.
-    pub fn can(self, method: &dyn Method, options: &Options, turns: bool) -> bool {
+    pub fn can(self, method: &dyn Method, options: &DecodeOptions, turns: bool) -> bool {
         match self {
             Self::Device => CudaBackend::can(method, options, turns),
             Self::Host => HostBackend::can(method, options, turns),
@@ -202,7 +202,7 @@ impl RowsIn {
 fn rehearse<'d>(
     body: &Arc<Body<'d>>,
     method: &dyn Method,
-    options: Options,
+    options: DecodeOptions,
     rows: RowsIn,
     [capacity, prompt]: [usize; 2],
 ) -> Result<()> {
@@ -210,7 +210,9 @@ fn rehearse<'d>(
         RowsIn::Device => {
             CudaBackend::new(Arc::clone(body), method, options, 1, capacity)?.rehearse(0..prompt)
         }
-        RowsIn::Host => HostBackend::new(Arc::clone(body), method, options, [0, capacity])?.rehearse(0..prompt),
+        RowsIn::Host => {
+            HostBackend::new(Arc::clone(body), method, options, [0, capacity])?.rehearse(0..prompt)
+        }
     }
 }
 
@@ -219,7 +221,7 @@ pub struct Sequences<'a> {
     source: Source<'a>,
     body: Arc<Body<'a>>,
     method: &'a dyn Method,
-    options: Options,
+    options: DecodeOptions,
     rows: RowsIn,
     expected: Expected,
 }

@@ -3,7 +3,7 @@
 use crate::compute::cuda::driver::Driver;
 use crate::error::Result;
 use crate::kv::cuda::{Limits, Positions, Shape};
-use crate::runner::Options;
+use crate::runner::DecodeOptions;
 
 /// The positions of a model's layers, one set per different sliding window.
 pub(super) struct Windows<'d> {
@@ -21,7 +21,7 @@ impl<'d> Windows<'d> {
     pub fn new(
         driver: &'d dyn Driver,
         shape: Shape,
-        options: &Options,
+        options: &DecodeOptions,
         windows: &[Option<usize>],
     ) -> Result<Self> {
         let (mut positions, mut of_layer) = (Vec::<Positions<'d>>::new(), Vec::new());

@@ -16,7 +16,7 @@ use serde::Serialize;
 
 use super::fields::read_json;
 use super::gguf::Gguf;
-use crate::error::{Error, Kind, Result};
+use crate::error::{Error, ErrorKind, Result};
 use crate::sandbox::{self, Allowance};
 
 /// A message of a conversation, as templates see it.
@@ -114,7 +114,7 @@ impl ChatTemplate {
         };
         let text = sandbox::run(limits, || work().map(String::into_bytes));
         let text = text.map_err(|e| match e.kind() {
-            Kind::Interrupted => e,
+            ErrorKind::Interrupted => e,
             _ => e
                 .context("the chat template cannot be used")
                 .context(self.path.display())

@@ -17,7 +17,7 @@ use serde_json::{Value, json};
 use super::config::ModelConfig;
 use super::fields::read_json;
 use super::gguf::{Gguf, is_gguf};
-use crate::error::{Error, Kind, Result};
+use crate::error::{Error, ErrorKind, Result};
 use crate::sandbox::{self, Allowance};
 use crate::store::to_bytes;
 
@@ -129,7 +129,7 @@ fn limited(
     };
     let ids = sandbox::run(limits, || work().map(|ids| to_bytes(&ids)));
     let ids = ids.map_err(|e| match e.kind() {
-        Kind::Interrupted => e,
+        ErrorKind::Interrupted => e,
         _ => e.context("the text cannot be tokenised").hint(BROKEN),
     })?;
     Ok(bytemuck::pod_collect_to_vec(&ids))
@@ -152,7 +152,7 @@ fn growth(decoder: &Value) -> usize {
 fn parsed(place: &str, file: &[u8]) -> Result<tokenizers::Tokenizer> {
     let broken = |e: String| Error::damaged(format!("{place} cannot be used: {e}")).hint(BROKEN);
     rehearse(file).map_err(|e| match e.kind() {
-        Kind::Interrupted => e,
+        ErrorKind::Interrupted => e,
         _ => broken(e.to_string()),
     })?;
     let inner = guarded(|| {

@@ -3,7 +3,7 @@
 use ndarray::{Array1, ArrayViewMut3, Axis};
 
 use super::head::{Chooser, Head, Token, prefill_heads};
-use super::options::Options;
+use super::options::DecodeOptions;
 use super::session::StepAt;
 use super::shares::{Counts, Shares};
 use super::trace::Trace;
@@ -31,7 +31,7 @@ pub(super) struct Caches {
 
 impl Caches {
     /// Makes empty caches with space for `capacity` positions; they grow beyond it.
-    pub fn new(c: &ModelConfig, method: &dyn Method, options: &Options, capacity: usize) -> Self {
+    pub fn new(c: &ModelConfig, method: &dyn Method, options: &DecodeOptions, capacity: usize) -> Self {
         let head = |layer: usize, kv_head: usize| Head {
             kv: KvHead::new(options.kv, c.head_dim, capacity, options.packed),
             chooser: Chooser::new(method, &options.place(c, layer, kv_head)),
@@ -128,7 +128,7 @@ pub(super) struct Fed<'a> {
 /// As [`Forward::prompt`]; a trace that cannot be written. The caches of all sequences are then in no defined state.
 pub(super) fn step(
     forward: &dyn Forward,
-    options: &Options,
+    options: &DecodeOptions,
     fed: &mut [Fed],
     mut trace: Option<&mut Trace<'_>>,
 ) -> Result<Vec<Array1<f32>>> {
@@ -170,7 +170,7 @@ fn step_layer(
     index: usize,
     rows: &Rows,
     sets: &[StaticSet],
-    options: &Options,
+    options: &DecodeOptions,
     mut out: ArrayViewMut3<f32>,
 ) -> Vec<Vec<(Choice, Reads)>> {
     let (mut tasks, mut counts) = (Vec::new(), Vec::with_capacity(fed.len()));

@@ -3,7 +3,7 @@
 use ndarray::Array1;
 
 use super::caches::{Caches, Fed, step};
-use super::options::Options;
+use super::options::DecodeOptions;
 use super::session::{Backend, Session, StepAt};
 use super::shares::{Counts, Shares};
 use super::trace::Trace;
@@ -16,7 +16,7 @@ use crate::model::forward::{CpuForward, Forward};
 /// A model on any device, with the caches and indexes of every KV head on the CPU.
 pub struct CpuBackend<'a> {
     forward: Box<dyn Forward + 'a>,
-    options: Options,
+    options: DecodeOptions,
     caches: Caches,
     /// The logits after the last decode step.
     logits: Array1<f32>,
@@ -27,7 +27,7 @@ impl<'a> CpuBackend<'a> {
     pub fn new(
         forward: Box<dyn Forward + 'a>,
         method: &dyn Method,
-        options: Options,
+        options: DecodeOptions,
         capacity: usize,
     ) -> Self {
         Self {
@@ -47,7 +47,7 @@ impl<'a> Session<'a> {
     pub fn on_cpu(
         decoder: &'a Decoder,
         method: &dyn Method,
-        options: Options,
+        options: DecodeOptions,
         capacity: usize,
     ) -> Result<Self> {
         let forward = Box::new(CpuForward::new(decoder)?);

@@ -9,7 +9,7 @@ use std::fmt;
 use ndarray::Array1;
 
 use super::caches::FilledHead;
-use super::options::Options;
+use super::options::DecodeOptions;
 use super::shares::{Counts, Shares};
 use crate::env;
 use crate::error::{Error, Result};
@@ -45,7 +45,7 @@ impl SequenceId {
 /// other. [`Machine::engine`](crate::machine::Machine::engine) takes the right one.
 pub struct Engine<'a> {
     pool: Box<dyn Pool + 'a>,
-    options: Options,
+    options: DecodeOptions,
     opened: u64,
 }
 
@@ -101,7 +101,7 @@ struct State {
 impl<'a> Engine<'a> {
     /// Makes an engine without sequences, with caches and indexes on the CPU; the model may be on any device. Decode steps choose
     /// positions by `method`.
-    pub fn new(forward: Box<dyn Forward + 'a>, method: &'a dyn Method, options: Options) -> Self {
+    pub fn new(forward: Box<dyn Forward + 'a>, method: &'a dyn Method, options: DecodeOptions) -> Self {
         Self::of(
             options,
             Together {
@@ -114,12 +114,12 @@ impl<'a> Engine<'a> {
     }
 
     /// Makes an engine without sequences, each of which has its caches and its index on a device.
-    pub fn on_device(opener: Box<dyn Opener<'a> + 'a>, options: Options) -> Self {
+    pub fn on_device(opener: Box<dyn Opener<'a> + 'a>, options: DecodeOptions) -> Self {
         let sessions = BTreeMap::new();
         Self::of(options, Apart { opener, sessions })
     }
 
-    fn of(options: Options, pool: impl Pool + 'a) -> Self {
+    fn of(options: DecodeOptions, pool: impl Pool + 'a) -> Self {
         Self {
             pool: Box::new(pool),
             options,
@@ -144,10 +144,11 @@ impl<'a> Engine<'a> {
         Ok(id)
     }
 
-    /// Takes in a sequence whose caches and indexes are filled already, by layer and KV head, with `positions` positions.
+    /// For benchmarks: takes in a sequence whose caches and indexes are filled already, by layer and KV head, with `positions` positions.
     ///
     /// # Errors
     /// The engine's caches are not on the CPU.
+    #[doc(hidden)]
     pub fn adopt(&mut self, heads: Vec<Vec<FilledHead>>, positions: usize) -> Result<SequenceId> {
         let id = SequenceId(self.opened);
         self.pool.adopt(id, heads, positions)?;
@@ -183,7 +184,7 @@ impl<'a> Engine<'a> {
     }
 
     /// Returns what bounds the steps' reads.
-    pub fn options(&self) -> &Options {
+    pub fn options(&self) -> &DecodeOptions {
         &self.options
     }
 
@@ -203,10 +204,10 @@ impl<'a> Engine<'a> {
         check_prompt(ids)?;
         self.pool.decoder().check_ids(ids)?;
         if self.positions(id)? > 0 && !self.pool.takes_later_prompts() {
-            return Err(
-                Error::usage(format!("{id} has had its prompt, and its index takes in only one"))
-                    .hint("feed the tokens one by one, or open the engine for later prompts"),
-            );
+            return Err(Error::usage(format!(
+                "{id} has had its prompt, and its index takes in only one"
+            ))
+            .hint("feed the tokens one by one, or open the engine for later prompts"));
         }
         let logits = self.pool.prompt(id, ids);
         if logits.is_err() {

@@ -17,7 +17,7 @@ use std::ops::Range;
 use ndarray::{Array1, Axis};
 use rayon::prelude::*;
 
-use super::{Options, Shares};
+use super::{DecodeOptions, Shares};
 use crate::env;
 use crate::error::{Error, Result};
 use crate::kv::sample::greedy;
@@ -109,7 +109,7 @@ pub fn decoded(n: usize, decode: usize) -> usize {
 pub struct Evaluation<'a> {
     forward: Box<dyn Forward + 'a>,
     variants: Vec<Variant<'a>>,
-    options: Options,
+    options: DecodeOptions,
     /// The report of each variant.
     pub reports: Vec<VariantReport>,
     /// The answers of full attention to the needles.
@@ -118,7 +118,7 @@ pub struct Evaluation<'a> {
 
 impl<'a> Evaluation<'a> {
     /// Starts an evaluation without results; the budget of `options` is not used.
-    pub fn new(forward: Box<dyn Forward + 'a>, variants: Vec<Variant<'a>>, options: Options) -> Self {
+    pub fn new(forward: Box<dyn Forward + 'a>, variants: Vec<Variant<'a>>, options: DecodeOptions) -> Self {
         let empty = VariantReport::new(&forward.decoder().config);
         Self {
             forward,
@@ -318,7 +318,7 @@ impl<'a> Evaluation<'a> {
     /// that there is nothing to choose.
     pub fn without_choice(&self, n: usize) -> Vec<usize> {
         let blocks = self.forward.decoder().config.blocks.iter().enumerate();
-        let Options { sinks, window, .. } = self.options;
+        let DecodeOptions { sinks, window, .. } = self.options;
         let is_full = |block: &Block| {
             n > 0
                 && StaticSet::at(n - 1, block.window, sinks, window)

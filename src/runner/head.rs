@@ -9,7 +9,7 @@ use crate::kv::{Budget, KvHead, StaticSet};
 use crate::method::tail::Tail;
 use crate::method::{Choice, Method, Place, Prompt, Reads, Retriever, Step};
 use crate::model::forward::{Context, Rows};
-use crate::runner::options::Options;
+use crate::runner::options::DecodeOptions;
 use crate::runner::shares::add_rows;
 
 /// One KV head along one trajectory.
@@ -56,7 +56,7 @@ impl Head {
         token: &Token,
         step: usize,
         set: &StaticSet,
-        options: &Options,
+        options: &DecodeOptions,
         out: ArrayViewMut2<f32>,
     ) -> (Choice, Reads) {
         token.cache(&mut self.kv);

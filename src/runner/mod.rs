@@ -17,7 +17,7 @@ pub use caches::FilledHead;
 pub use cpu::CpuBackend;
 pub use engine::{Engine, Opener, SequenceId};
 pub(crate) use head::attend;
-pub use options::Options;
+pub use options::DecodeOptions;
 pub use recommended::recommended;
 pub use session::{Backend, Session, StepAt};
 pub(crate) use shares::add_rows;

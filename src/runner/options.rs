@@ -8,7 +8,7 @@ use crate::model::ModelConfig;
 
 /// What bounds a decode step's reads.
 #[derive(Clone, Copy, Debug)]
-pub struct Options {
+pub struct DecodeOptions {
     /// First positions that are always attended.
     pub sinks: usize,
     /// Last positions that are always attended, the current one included.
@@ -23,7 +23,7 @@ pub struct Options {
     pub granule: usize,
 }
 
-impl Options {
+impl DecodeOptions {
     /// Returns the options of a step with the static set of the command line, on the CPU.
     pub fn new(budget: Budget, kv: KvType) -> Self {
         Self {

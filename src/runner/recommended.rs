@@ -1,6 +1,6 @@
 //! What an artifact's verdict recommends.
 
-use super::options::Options;
+use super::options::DecodeOptions;
 use crate::artifact::Artifact;
 use crate::error::{Error, Result};
 use crate::kv::{Budget, KvType};
@@ -15,7 +15,11 @@ use crate::model::Model;
 ///
 /// # Errors
 /// The artifact is for another model, has no verdict, or one that recommends nothing.
-pub fn recommended(artifact: &Artifact, model: &Model, seed: u64) -> Result<(Box<dyn Method>, Options)> {
+pub fn recommended(
+    artifact: &Artifact,
+    model: &Model,
+    seed: u64,
+) -> Result<(Box<dyn Method>, DecodeOptions)> {
     let decoder = &model.decoder;
     artifact.check_model(&model.fingerprint()?, decoder.config.sizes())?;
     let verdict = artifact.manifest.quality.methods.as_ref().ok_or_else(|| {
@@ -39,9 +43,9 @@ pub fn recommended(artifact: &Artifact, model: &Model, seed: u64) -> Result<(Box
     };
     let method = Named::of_row(row)?.prepare(&ask)?;
     let kv = KvType::named(&verdict.kv).unwrap_or(KvType::Bf16);
-    let options = Options {
+    let options = DecodeOptions {
         packed: params.selfindex.layout(Some(artifact))?,
-        ..Options::new(Budget::Fraction(of.budget), kv)
+        ..DecodeOptions::new(Budget::Fraction(of.budget), kv)
     };
     Ok((method, options))
 }

@@ -1,6 +1,6 @@
 //! Whether the machine's memory has room for caches, before they are allocated.
 
-use super::options::Options;
+use super::options::DecodeOptions;
 use crate::error::{Error, Result};
 use crate::heap::free_bytes;
 use crate::method::Method;
@@ -11,7 +11,7 @@ use crate::wording::size;
 const LONGEST: usize = 1 << 40;
 
 /// Returns the bytes of the keys and values of some positions.
-pub fn row_bytes(config: &ModelConfig, options: &Options, positions: usize) -> usize {
+pub fn row_bytes(config: &ModelConfig, options: &DecodeOptions, positions: usize) -> usize {
     let heads = config.n_layers() * config.n_kv_heads;
     let position = options.kv.bytes_per_position(config.head_dim);
     heads.saturating_mul(position).saturating_mul(positions)
@@ -21,11 +21,12 @@ pub fn row_bytes(config: &ModelConfig, options: &Options, positions: usize) -> u
 pub fn index_bytes(
     config: &ModelConfig,
     method: &dyn Method,
-    options: &Options,
+    options: &DecodeOptions,
     positions: usize,
 ) -> usize {
     let positions = positions.min(LONGEST);
-    let heads = (0..config.n_layers()).flat_map(|layer| (0..config.n_kv_heads).map(move |head| (layer, head)));
+    let heads =
+        (0..config.n_layers()).flat_map(|layer| (0..config.n_kv_heads).map(move |head| (layer, head)));
     let of = |(layer, head)| {
         let place = options.place(config, layer, head);
         method.head(&place).bytes_for(&place, positions)

@@ -2,12 +2,12 @@
 
 use std::ops::ControlFlow;
 
-use kvsmith::compute::checks::{self, squared_distance};
-use kvsmith::compute::comparison::Comparison;
-use kvsmith::compute::cpu::Cpu;
-use kvsmith::compute::device::{Device, Points};
-use kvsmith::error::Result;
-use kvsmith::stats::kmeans::{self, Init, KMeansFit, KMeansParams};
+use kvsmith::internal::compute::checks::{self, squared_distance};
+use kvsmith::internal::compute::comparison::Comparison;
+use kvsmith::internal::compute::cpu::Cpu;
+use kvsmith::internal::compute::device::{Device, Points};
+use kvsmith::internal::error::Result;
+use kvsmith::internal::stats::kmeans::{self, Init, KMeansFit, KMeansParams};
 use ndarray::{Array3, Axis, s};
 
 use super::Check;

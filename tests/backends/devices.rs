@@ -2,13 +2,13 @@
 
 use std::sync::Arc;
 
-use kvsmith::compute::cpu::Cpu;
-use kvsmith::compute::cuda::Cuda;
-use kvsmith::compute::cuda::driver::Driver;
-use kvsmith::compute::cuda::nvidia::Nvidia;
-use kvsmith::compute::device::Device;
-use kvsmith::compute::gpu::{Gpu, GpuLimits};
-use kvsmith::error::Error;
+use kvsmith::internal::compute::cpu::Cpu;
+use kvsmith::internal::compute::cuda::Cuda;
+use kvsmith::internal::compute::cuda::driver::Driver;
+use kvsmith::internal::compute::cuda::nvidia::Nvidia;
+use kvsmith::internal::compute::device::Device;
+use kvsmith::internal::compute::gpu::{Gpu, GpuLimits};
+use kvsmith::internal::error::Error;
 
 use super::emulated::{Emulated, perturbed_one_in};
 

@@ -11,9 +11,9 @@ use std::io::{BufReader, BufWriter, Read, Write};
 use std::path::{Path, PathBuf};
 use std::process::{Child, ChildStdin, ChildStdout, Command, Stdio};
 
-use kvsmith::compute::cuda::driver::{Address, Arg, Driver, Launch};
-use kvsmith::compute::cuda::kernels;
-use kvsmith::error::{Error, Result};
+use kvsmith::internal::compute::cuda::driver::{Address, Arg, Driver, Launch};
+use kvsmith::internal::compute::cuda::kernels;
+use kvsmith::internal::error::{Error, Result};
 
 use super::common::{kept, root};
 

@@ -1,7 +1,7 @@
 //! The tensor cores' part of `nearest` settles nothing that the f32 scores would not: the same codes, bit for
 //! bit, as without them, above all where centroids are nearly alike.
 
-use kvsmith::compute::device::{Clusters, Device, Points};
+use kvsmith::internal::compute::device::{Clusters, Device, Points};
 use ndarray::Array3;
 use rand::{Rng, SeedableRng};
 use rand_chacha::ChaCha8Rng;

@@ -3,8 +3,8 @@
 use std::process::ExitCode;
 use std::sync::Arc;
 
-use kvsmith::compute::cuda::driver::Driver;
-use kvsmith::compute::cuda::nvidia::Nvidia;
+use kvsmith::internal::compute::cuda::driver::Driver;
+use kvsmith::internal::compute::cuda::nvidia::Nvidia;
 use libtest_mimic::{Arguments, Trial};
 
 use super::emulated::{Emulated, perturbed_one_in};

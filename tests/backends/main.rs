@@ -16,7 +16,7 @@ use std::process::ExitCode;
 use std::sync::Arc;
 use std::time::Instant;
 
-use kvsmith::compute::device::Device;
+use kvsmith::internal::compute::device::Device;
 use libtest_mimic::{Arguments, Failed, Trial};
 
 use cases::Case;

@@ -2,16 +2,16 @@
 
 use std::path::{Path, PathBuf};
 
-use kvsmith::compute::linear::FEW;
-use kvsmith::cuda::check_model;
-use kvsmith::kv::KvType;
-use kvsmith::kv::budget::Budget;
-use kvsmith::kv::packed::Center;
-use kvsmith::kv::sample::greedy;
-use kvsmith::method::Method;
-use kvsmith::model::{Decoder, ModelConfig, States};
-use kvsmith::runner::{Options, Session};
-use kvsmith::store::Store;
+use kvsmith::internal::compute::linear::FEW;
+use kvsmith::internal::cuda::check_model;
+use kvsmith::internal::kv::KvType;
+use kvsmith::internal::kv::budget::Budget;
+use kvsmith::internal::kv::packed::Center;
+use kvsmith::internal::kv::sample::greedy;
+use kvsmith::internal::method::Method;
+use kvsmith::internal::model::{Decoder, ModelConfig, States};
+use kvsmith::internal::runner::{DecodeOptions, Session};
+use kvsmith::internal::store::Store;
 use ndarray::{Array1, Array3, s};
 
 use super::{all_golden, method, prepared, relative_error};
@@ -109,8 +109,8 @@ pub fn for_cuda() -> Vec<(String, PathBuf)> {
     found
 }
 
-pub fn options(budget: &str, kv: KvType) -> Options {
-    Options {
+pub fn options(budget: &str, kv: KvType) -> DecodeOptions {
+    DecodeOptions {
         sinks: 2,
         window: 4,
         budget: budget.parse::<Budget>().unwrap(),

@@ -17,7 +17,7 @@ use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
 use std::sync::Once;
 
-use kvsmith::error::DEFECT;
+use kvsmith::internal::error::DEFECT;
 use ndarray::{ArrayBase, Data, Dimension};
 use rand::{Rng, SeedableRng};
 use rand_chacha::ChaCha8Rng;

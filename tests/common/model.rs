@@ -1,13 +1,13 @@
 //! What tests use of kvsmith itself: methods by name, states of models.
 
-use kvsmith::artifact::Artifact;
-use kvsmith::method::Method;
-use kvsmith::method::declaration::Ask;
-use kvsmith::method::params::MethodParams;
-use kvsmith::method::registry::{METHODS, MethodName};
-use kvsmith::model::Decoder;
-use kvsmith::model::layer::rotated;
-use kvsmith::model::rope::{Rope, RopeConfig, RopeScaling};
+use kvsmith::internal::artifact::Artifact;
+use kvsmith::internal::method::Method;
+use kvsmith::internal::method::declaration::Ask;
+use kvsmith::internal::method::params::MethodParams;
+use kvsmith::internal::method::registry::{METHODS, MethodName};
+use kvsmith::internal::model::Decoder;
+use kvsmith::internal::model::layer::rotated;
+use kvsmith::internal::model::rope::{Rope, RopeConfig, RopeScaling};
 use ndarray::Array3;
 
 /// Lists every method.

@@ -4,8 +4,8 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::path::{Path, PathBuf};
 use std::sync::OnceLock;
 
-use kvsmith::compute::cuda::kernels;
-use kvsmith::cuda::check::UNCHECKED;
+use kvsmith::internal::compute::cuda::kernels;
+use kvsmith::internal::cuda::check::UNCHECKED;
 use serde_json::Value;
 
 use super::command;

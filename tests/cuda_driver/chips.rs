@@ -7,7 +7,7 @@ use std::path::Path;
 use std::process::{Command, Stdio};
 use std::time::{Duration, Instant};
 
-use kvsmith::method::registry::METHODS;
+use kvsmith::internal::method::registry::METHODS;
 use serde_json::Value;
 
 use super::common::{Outcome, no_cache, root};

@@ -17,10 +17,10 @@ use std::path::{Path, PathBuf};
 use std::process::{Command, ExitCode};
 
 use common::{Outcome, kept, root};
-use kvsmith::artifact::Artifact;
-use kvsmith::compute::cuda::kernels;
-use kvsmith::method::a2ats;
-use kvsmith::method::sections::SECTIONS;
+use kvsmith::internal::artifact::Artifact;
+use kvsmith::internal::compute::cuda::kernels;
+use kvsmith::internal::method::a2ats;
+use kvsmith::internal::method::sections::SECTIONS;
 use libtest_mimic::{Arguments, Trial};
 
 /// A test of a stand-in, given its folder.

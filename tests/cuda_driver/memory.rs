@@ -176,7 +176,11 @@ pub fn other_commands(driver: &Path) {
 pub fn batch(driver: &Path) {
     let dir = scratch(driver);
     let at = dir.path();
-    let prompts = ["The lighthouse on the hill", "In the morning", "A letter came for them"];
+    let prompts = [
+        "The lighthouse on the hill",
+        "In the morning",
+        "A letter came for them",
+    ];
     let line = |(i, prompt): (usize, &&str)| {
         serde_json::json!({ "id": i, "prompt": prompt, "max_new": POSITIONS }).to_string()
     };

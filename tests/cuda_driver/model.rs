@@ -4,10 +4,10 @@ use std::path::Path;
 use std::process::Stdio;
 use std::sync::OnceLock;
 
-use kvsmith::disk::Output as NewFile;
-use kvsmith::dump::{Dump, State};
-use kvsmith::method::registry::METHODS;
-use kvsmith::store::{self, Tensor};
+use kvsmith::internal::disk::Output as NewFile;
+use kvsmith::internal::dump::{Dump, State};
+use kvsmith::internal::method::registry::METHODS;
+use kvsmith::internal::store::{self, Tensor};
 use serde_json::{Value, json as object};
 
 use super::checked::stamp;

@@ -4,8 +4,8 @@ use std::collections::BTreeMap;
 use std::sync::{Arc, OnceLock};
 use std::thread;
 
-use kvsmith::compute::cuda::watched::Watched;
-use kvsmith::cuda::check;
+use kvsmith::internal::compute::cuda::watched::Watched;
+use kvsmith::internal::cuda::check;
 
 use super::checked::launched;
 use super::common::root;

@@ -1,14 +1,14 @@
 //! Layers and whole passes with the caches on the CPU.
 
-use kvsmith::compute::Precision;
-use kvsmith::compute::cuda::driver::Driver;
-use kvsmith::cuda::forward::CudaForward;
-use kvsmith::cuda::layers::CudaLayers;
-use kvsmith::float::Float;
-use kvsmith::kv::KvType;
-use kvsmith::model::Decoder;
-use kvsmith::model::forward::{CpuForward, CpuLayers, Forward, Layers};
-use kvsmith::runner::{CpuBackend, Engine, Session};
+use kvsmith::internal::compute::Precision;
+use kvsmith::internal::compute::cuda::driver::Driver;
+use kvsmith::internal::cuda::forward::CudaForward;
+use kvsmith::internal::cuda::layers::CudaLayers;
+use kvsmith::internal::float::Float;
+use kvsmith::internal::kv::KvType;
+use kvsmith::internal::model::Decoder;
+use kvsmith::internal::model::forward::{CpuForward, CpuLayers, Forward, Layers};
+use kvsmith::internal::runner::{CpuBackend, Engine, Session};
 use ndarray::{Array1, Array2, Array3};
 
 use super::Check;
@@ -49,7 +49,7 @@ fn captured_states(driver: &dyn Driver, golden: &Golden) {
         let layer = layers.open(i).unwrap();
         let projected = layer.project(hidden.view()).unwrap();
         let mut seen = false;
-        let mut tap = |states: &kvsmith::model::States| {
+        let mut tap = |states: &kvsmith::internal::model::States| {
             seen = true;
             check("q_pre", c.n_heads, &states.q_pre);
             check("k_pre", c.n_kv_heads, &states.k_pre);

@@ -1,7 +1,7 @@
 //! Tokens that a device chooses, against the CPU's, where the order of sums may decide between two of them.
 
-use kvsmith::kv::sample::greedy;
-use kvsmith::model::Decoder;
+use kvsmith::internal::kv::sample::greedy;
+use kvsmith::internal::model::Decoder;
 use ndarray::{Array1, ArrayView1};
 
 /// How far rounding may move the margin of two logits, in standard deviations.

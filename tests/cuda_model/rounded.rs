@@ -1,11 +1,11 @@
 //! A prompt through a model in f64, with the roundings to 16 bits that `--precision auto` makes: naive, for small models.
 
 use half::{bf16, f16};
-use kvsmith::compute::cuda::linear::FEW;
-use kvsmith::compute::linear::Linear;
-use kvsmith::float::Float;
-use kvsmith::model::mlp::FeedForward;
-use kvsmith::model::{Decoder, Layer};
+use kvsmith::internal::compute::cuda::linear::FEW;
+use kvsmith::internal::compute::linear::Linear;
+use kvsmith::internal::float::Float;
+use kvsmith::internal::model::mlp::FeedForward;
+use kvsmith::internal::model::{Decoder, Layer};
 
 /// Rounds to a type.
 pub type Round = fn(f64) -> f64;

@@ -1,16 +1,16 @@
 //! Conversations with caches and selection on the device.
 
-use kvsmith::compute::Precision;
-use kvsmith::compute::cuda::driver::Driver;
-use kvsmith::compute::cuda::ledger::Ledger;
-use kvsmith::cuda::Body;
-use kvsmith::cuda::backend::CudaBackend;
-use kvsmith::cuda::host::HostBackend;
-use kvsmith::cuda::room::{Expected, RowsIn, Source};
-use kvsmith::kv::KvType;
-use kvsmith::kv::sample::{Sampler, Sampling, greedy};
-use kvsmith::method::Method;
-use kvsmith::runner::{Backend, Engine, Options, Session};
+use kvsmith::internal::compute::Precision;
+use kvsmith::internal::compute::cuda::driver::Driver;
+use kvsmith::internal::compute::cuda::ledger::Ledger;
+use kvsmith::internal::cuda::Body;
+use kvsmith::internal::cuda::backend::CudaBackend;
+use kvsmith::internal::cuda::host::HostBackend;
+use kvsmith::internal::cuda::room::{Expected, RowsIn, Source};
+use kvsmith::internal::kv::KvType;
+use kvsmith::internal::kv::sample::{Sampler, Sampling, greedy};
+use kvsmith::internal::method::Method;
+use kvsmith::internal::runner::{Backend, DecodeOptions, Engine, Session};
 
 use super::Check;
 use super::common::golden::{Golden, for_cuda, generate, options};
@@ -73,7 +73,7 @@ fn batch(driver: &dyn Driver, golden: &Golden) {
 fn on_device<'a>(
     driver: &'a dyn Driver,
     golden: &'a Golden,
-    (method, options): (&'a dyn Method, Options),
+    (method, options): (&'a dyn Method, DecodeOptions),
     rows: RowsIn,
 ) -> Engine<'a> {
     let source = Source {

@@ -1,10 +1,10 @@
 //! a2ats on the GPU: its scores against f64, and its choice against the CPU's on the same scores, along a few steps.
 
-use kvsmith::compute::cuda::driver::Driver;
-use kvsmith::kv::Budget;
-use kvsmith::method::a2ats::cuda::{A2ats, Codebooks, HeadConstants};
-use kvsmith::method::a2ats::{Bound, HeadCodebook, choose};
-use kvsmith::model::rope::Rope;
+use kvsmith::internal::compute::cuda::driver::Driver;
+use kvsmith::internal::kv::Budget;
+use kvsmith::internal::method::a2ats::cuda::{A2ats, Codebooks, HeadConstants};
+use kvsmith::internal::method::a2ats::{Bound, HeadCodebook, choose};
+use kvsmith::internal::model::rope::Rope;
 use ndarray::{Array1, Array2, ArrayView2};
 use rand::Rng;
 use rand_chacha::ChaCha8Rng;

@@ -1,12 +1,12 @@
 //! Attention of one token over cached rows against f64, with a derived bound.
 
-use kvsmith::compute::comparison::Comparison;
-use kvsmith::compute::cuda::driver::Driver;
-use kvsmith::float::Float;
-use kvsmith::kv::Budget;
-use kvsmith::kv::cuda::attend::{Attention, LayerRows};
-use kvsmith::kv::cuda::bounds;
-pub use kvsmith::kv::cuda::bounds::Precision;
+use kvsmith::internal::compute::comparison::Comparison;
+use kvsmith::internal::compute::cuda::driver::Driver;
+use kvsmith::internal::float::Float;
+use kvsmith::internal::kv::Budget;
+use kvsmith::internal::kv::cuda::attend::{Attention, LayerRows};
+use kvsmith::internal::kv::cuda::bounds;
+pub use kvsmith::internal::kv::cuda::bounds::Precision;
 use rand::Rng;
 
 use super::cases::{self, Batch, normals, sizes_name, some_of, twice, upload};

@@ -4,15 +4,15 @@
 use std::ops::Range;
 
 use half::{bf16, f16};
-pub use kvsmith::compute::comparison::UNIT;
-use kvsmith::compute::cuda::buffer::Buffer;
-use kvsmith::compute::cuda::driver::Driver;
-use kvsmith::float::Float;
-use kvsmith::kv::cuda::attend::LayerRows;
-use kvsmith::kv::cuda::{Limits, Positions, Shape};
-use kvsmith::kv::packed::Center;
-use kvsmith::kv::{Budget, KvHead, KvType, StaticSet};
-use kvsmith::method::{Place, Step};
+pub use kvsmith::internal::compute::comparison::UNIT;
+use kvsmith::internal::compute::cuda::buffer::Buffer;
+use kvsmith::internal::compute::cuda::driver::Driver;
+use kvsmith::internal::float::Float;
+use kvsmith::internal::kv::cuda::attend::LayerRows;
+use kvsmith::internal::kv::cuda::{Limits, Positions, Shape};
+use kvsmith::internal::kv::packed::Center;
+use kvsmith::internal::kv::{Budget, KvHead, KvType, StaticSet};
+use kvsmith::internal::method::{Place, Step};
 use ndarray::ArrayView2;
 use rand::seq::SliceRandom;
 use rand::{Rng, SeedableRng};

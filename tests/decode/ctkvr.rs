@@ -2,16 +2,16 @@
 
 use std::rc::Rc;
 
-use kvsmith::compute::attention;
-use kvsmith::compute::cuda::driver::Driver;
-use kvsmith::float::Float;
-use kvsmith::kv::Budget;
-use kvsmith::kv::KvHead;
-use kvsmith::kv::cuda::attend::LayerRows;
-use kvsmith::method::ctkvr::cuda::{Ctkvr, CtkvrWorkspace, Lists};
-use kvsmith::method::ctkvr::{self as cpu, Centroid, Choose, CtkvrParams};
-use kvsmith::method::cuda::OnDevice;
-use kvsmith::method::{Choice, Prompt, Retriever};
+use kvsmith::internal::compute::attention;
+use kvsmith::internal::compute::cuda::driver::Driver;
+use kvsmith::internal::float::Float;
+use kvsmith::internal::kv::Budget;
+use kvsmith::internal::kv::KvHead;
+use kvsmith::internal::kv::cuda::attend::LayerRows;
+use kvsmith::internal::method::ctkvr::cuda::{Ctkvr, CtkvrWorkspace, Lists};
+use kvsmith::internal::method::ctkvr::{self as cpu, Centroid, Choose, CtkvrParams};
+use kvsmith::internal::method::cuda::OnDevice;
+use kvsmith::internal::method::{Choice, Prompt, Retriever};
 use ndarray::{Array2, ArrayView2, ArrayView3};
 use rand::SeedableRng;
 use rand_chacha::ChaCha8Rng;

@@ -1,8 +1,8 @@
 //! Codes of a prompt's keys on the GPU: those of one key at a time, and the nearest in f64 up to rounding.
 
-use kvsmith::compute::cuda::driver::Driver;
-use kvsmith::method::a2ats::cuda::encode::Encoder;
-use kvsmith::method::a2ats::cuda::{A2ats, Codebooks, HeadConstants};
+use kvsmith::internal::compute::cuda::driver::Driver;
+use kvsmith::internal::method::a2ats::cuda::encode::Encoder;
+use kvsmith::internal::method::a2ats::cuda::{A2ats, Codebooks, HeadConstants};
 use ndarray::Array2;
 use rand::SeedableRng;
 use rand_chacha::ChaCha8Rng;

@@ -1,15 +1,15 @@
 //! What only the checks need: the CPU's state on the device, and the device's state on the host.
 
 use half::f16;
-use kvsmith::compute::cuda::driver::Driver;
-use kvsmith::kv::cuda::attend::Attention;
-use kvsmith::kv::cuda::packed::PackedLayer;
-use kvsmith::kv::cuda::signs::{FULL, Signs};
-use kvsmith::kv::cuda::{Selection, Shape};
-use kvsmith::kv::packed::{Packed, QUANT_GROUP, sign_bytes};
-use kvsmith::method::ctkvr::Centroid;
-use kvsmith::method::ctkvr::cuda::Ctkvr;
-use kvsmith::method::lfps::cuda::{Lfps, LfpsWorkspace};
+use kvsmith::internal::compute::cuda::driver::Driver;
+use kvsmith::internal::kv::cuda::attend::Attention;
+use kvsmith::internal::kv::cuda::packed::PackedLayer;
+use kvsmith::internal::kv::cuda::signs::{FULL, Signs};
+use kvsmith::internal::kv::cuda::{Selection, Shape};
+use kvsmith::internal::kv::packed::{Packed, QUANT_GROUP, sign_bytes};
+use kvsmith::internal::method::ctkvr::Centroid;
+use kvsmith::internal::method::ctkvr::cuda::Ctkvr;
+use kvsmith::internal::method::lfps::cuda::{Lfps, LfpsWorkspace};
 
 /// The signs of one KV head's keys, computed on the CPU.
 pub struct HeadSigns<'a> {

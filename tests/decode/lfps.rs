@@ -1,15 +1,15 @@
 //! lfps on the GPU: along a few steps the choices, the bypass, the tables and the shares of the CPU's.
 
-use kvsmith::compute::attention;
-use kvsmith::compute::cuda::buffer::Buffer;
-use kvsmith::compute::cuda::driver::Driver;
-use kvsmith::float::Float;
-use kvsmith::kv::cuda::attend::{Attention, LayerRows};
-use kvsmith::kv::{Budget, KvHead, StaticSet};
-use kvsmith::method::cuda::TALLIES;
-use kvsmith::method::lfps::cuda::{Lfps, LfpsWorkspace};
-use kvsmith::method::lfps::{self as cpu, LfpsMethod};
-use kvsmith::method::{Choice, Prompt, Retriever};
+use kvsmith::internal::compute::attention;
+use kvsmith::internal::compute::cuda::buffer::Buffer;
+use kvsmith::internal::compute::cuda::driver::Driver;
+use kvsmith::internal::float::Float;
+use kvsmith::internal::kv::cuda::attend::{Attention, LayerRows};
+use kvsmith::internal::kv::{Budget, KvHead, StaticSet};
+use kvsmith::internal::method::cuda::TALLIES;
+use kvsmith::internal::method::lfps::cuda::{Lfps, LfpsWorkspace};
+use kvsmith::internal::method::lfps::{self as cpu, LfpsMethod};
+use kvsmith::internal::method::{Choice, Prompt, Retriever};
 use ndarray::{Array2, ArrayView2, ArrayView3, s};
 use std::rc::Rc;
 

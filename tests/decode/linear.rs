@@ -1,9 +1,9 @@
 //! Products with checkpoint weights against f64: whole numbers to the bit, others within a derived bound.
 
-use kvsmith::compute::cuda::buffer::Buffer;
-use kvsmith::compute::cuda::driver::Driver;
-use kvsmith::compute::cuda::linear::{FEW, Linear, Matrix, Products, relative_error};
-use kvsmith::float::Float;
+use kvsmith::internal::compute::cuda::buffer::Buffer;
+use kvsmith::internal::compute::cuda::driver::Driver;
+use kvsmith::internal::compute::cuda::linear::{FEW, Linear, Matrix, Products, relative_error};
+use kvsmith::internal::float::Float;
 use rand::{Rng, SeedableRng};
 use rand_chacha::ChaCha8Rng;
 

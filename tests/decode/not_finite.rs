@@ -4,13 +4,13 @@
 //! others, a score of minus infinity has no weight. A value that is not finite makes its channel so. Nothing else that
 //! is attended, and nothing that is not, changes by a bit.
 
-use kvsmith::compute::attention;
-use kvsmith::compute::cuda::buffer::Buffer;
-use kvsmith::compute::cuda::driver::Driver;
-use kvsmith::float::Float;
-use kvsmith::kv::Budget;
-use kvsmith::kv::cuda::attend::{Attention, LayerRows};
-use kvsmith::kv::packed::{Center, Layout, Packed};
+use kvsmith::internal::compute::attention;
+use kvsmith::internal::compute::cuda::buffer::Buffer;
+use kvsmith::internal::compute::cuda::driver::Driver;
+use kvsmith::internal::float::Float;
+use kvsmith::internal::kv::Budget;
+use kvsmith::internal::kv::cuda::attend::{Attention, LayerRows};
+use kvsmith::internal::kv::packed::{Center, Layout, Packed};
 use ndarray::{Array2, s};
 
 use super::attend::{Precision, compare};

@@ -1,10 +1,10 @@
 //! Attention over the 2-bit cache against f64 over the rows that the CPU's cache gives.
 
-use kvsmith::compute::attention::CachedRows;
-use kvsmith::compute::cuda::driver::Driver;
-use kvsmith::kv::Budget;
-use kvsmith::kv::cuda::attend::Attention;
-use kvsmith::kv::packed::{Center, Layout, Packed};
+use kvsmith::internal::compute::attention::CachedRows;
+use kvsmith::internal::compute::cuda::driver::Driver;
+use kvsmith::internal::kv::Budget;
+use kvsmith::internal::kv::cuda::attend::Attention;
+use kvsmith::internal::kv::packed::{Center, Layout, Packed};
 use ndarray::Array2;
 use rand::Rng;
 

@@ -1,14 +1,14 @@
 //! Attention of a prompt's piece against f64, with the bound of the decode steps, and to the bit where a position is
 //! not seen.
 
-use kvsmith::compute::attention::visible;
-use kvsmith::compute::cuda::buffer::Buffer;
-use kvsmith::compute::cuda::driver::{Address, Arg, Driver, Launch};
-use kvsmith::compute::cuda::kernels::Kernel;
-use kvsmith::error::Result;
-use kvsmith::float::Float;
-use kvsmith::kv::cuda::attend::LayerRows;
-use kvsmith::kv::cuda::prefill::{Piece, attend};
+use kvsmith::internal::compute::attention::visible;
+use kvsmith::internal::compute::cuda::buffer::Buffer;
+use kvsmith::internal::compute::cuda::driver::{Address, Arg, Driver, Launch};
+use kvsmith::internal::compute::cuda::kernels::Kernel;
+use kvsmith::internal::error::Result;
+use kvsmith::internal::float::Float;
+use kvsmith::internal::kv::cuda::attend::LayerRows;
+use kvsmith::internal::kv::cuda::prefill::{Piece, attend};
 use rand::SeedableRng;
 use rand_chacha::ChaCha8Rng;
 

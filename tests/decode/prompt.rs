@@ -2,17 +2,17 @@
 //! and the rows that decode steps add to it.
 
 use half::f16;
-use kvsmith::compute::cuda::driver::Driver;
-use kvsmith::float::Float;
-use kvsmith::kv::cuda::Shape;
-use kvsmith::kv::cuda::attend::LayerRows;
-use kvsmith::kv::cuda::packed::PackedLayer;
-use kvsmith::kv::cuda::prompt::{Prompts, Queries};
-use kvsmith::kv::cuda::signs::Signs;
-use kvsmith::kv::packed::{Center, Layout, Packed};
-use kvsmith::kv::{KvHead, KvType, StaticSet};
-use kvsmith::method::selfindex::cuda::SelfIndex;
-use kvsmith::method::{Place, Prompt, Retriever, selfindex};
+use kvsmith::internal::compute::cuda::driver::Driver;
+use kvsmith::internal::float::Float;
+use kvsmith::internal::kv::cuda::Shape;
+use kvsmith::internal::kv::cuda::attend::LayerRows;
+use kvsmith::internal::kv::cuda::packed::PackedLayer;
+use kvsmith::internal::kv::cuda::prompt::{Prompts, Queries};
+use kvsmith::internal::kv::cuda::signs::Signs;
+use kvsmith::internal::kv::packed::{Center, Layout, Packed};
+use kvsmith::internal::kv::{KvHead, KvType, StaticSet};
+use kvsmith::internal::method::selfindex::cuda::SelfIndex;
+use kvsmith::internal::method::{Place, Prompt, Retriever, selfindex};
 use ndarray::{Array3, ArrayView2, Axis, s};
 use rand::Rng;
 use rand_chacha::ChaCha8Rng;

@@ -1,9 +1,9 @@
 //! The next token: the device's choices are the host's.
 
-use kvsmith::compute::cuda::buffer::Buffer;
-use kvsmith::compute::cuda::driver::Driver;
-use kvsmith::cuda::sample::TokenChoice;
-use kvsmith::kv::sample::{Sampler, Sampling};
+use kvsmith::internal::compute::cuda::buffer::Buffer;
+use kvsmith::internal::compute::cuda::driver::Driver;
+use kvsmith::internal::cuda::sample::TokenChoice;
+use kvsmith::internal::kv::sample::{Sampler, Sampling};
 use rand::{Rng, SeedableRng};
 use rand_chacha::ChaCha8Rng;
 

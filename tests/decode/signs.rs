@@ -1,11 +1,11 @@
 //! selfindex on the GPU: its scores against f64, and its choice against a sort of the same scores, along a few steps.
 
-use kvsmith::compute::cuda::driver::Driver;
-use kvsmith::kv::Budget;
-use kvsmith::kv::cuda::signs::FULL;
-use kvsmith::kv::lines::AlignedVec;
-use kvsmith::kv::packed::extend_signs;
-use kvsmith::method::selfindex::cuda::SelfIndex;
+use kvsmith::internal::compute::cuda::driver::Driver;
+use kvsmith::internal::kv::Budget;
+use kvsmith::internal::kv::cuda::signs::FULL;
+use kvsmith::internal::kv::lines::AlignedVec;
+use kvsmith::internal::kv::packed::extend_signs;
+use kvsmith::internal::method::selfindex::cuda::SelfIndex;
 
 use super::cases::{self, Batch, Rows, best, matrix, normals, some_of, twice, upload};
 use super::held::{HeadSigns, signs_of};

@@ -1,11 +1,11 @@
 //! streaming and random on the GPU: the positions of the CPU's methods, and what the host knows of a step.
 
-use kvsmith::compute::cuda::driver::Driver;
-use kvsmith::kv::Budget;
-use kvsmith::method::random::RandomDraws;
-use kvsmith::method::random::cuda::Draws;
-use kvsmith::method::streaming::cuda::Streaming;
-use kvsmith::method::{Retriever, streaming};
+use kvsmith::internal::compute::cuda::driver::Driver;
+use kvsmith::internal::kv::Budget;
+use kvsmith::internal::method::random::RandomDraws;
+use kvsmith::internal::method::random::cuda::Draws;
+use kvsmith::internal::method::streaming::cuda::Streaming;
+use kvsmith::internal::method::{Retriever, streaming};
 use ndarray::Array2;
 
 use super::cases::{self, Batch, span};

@@ -1,11 +1,11 @@
 //! topk on the GPU: its weights against f64, its choice against a sort of them and against the CPU's.
 
-use kvsmith::compute::cuda::driver::Driver;
-use kvsmith::float::Float;
-use kvsmith::kv::Budget;
-use kvsmith::kv::cuda::attend::LayerRows;
-use kvsmith::method::topk::cuda::TopK;
-use kvsmith::method::{Retriever, topk};
+use kvsmith::internal::compute::cuda::driver::Driver;
+use kvsmith::internal::float::Float;
+use kvsmith::internal::kv::Budget;
+use kvsmith::internal::kv::cuda::attend::LayerRows;
+use kvsmith::internal::method::topk::cuda::TopK;
+use kvsmith::internal::method::{Retriever, topk};
 
 use super::cases::{self, Batch, Rows, UNIT, best, matrix, normals, twice, upload};
 

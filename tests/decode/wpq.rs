@@ -5,15 +5,15 @@ use std::rc::Rc;
 use std::sync::Arc;
 
 use half::f16;
-use kvsmith::compute::cuda::driver::Driver;
-use kvsmith::float::Float;
-use kvsmith::kv::cuda::attend::LayerRows;
-use kvsmith::kv::cuda::cache::LayerCache;
-use kvsmith::kv::packed::{Center, Layout, Packed};
-use kvsmith::kv::{Budget, KvHead};
-use kvsmith::method::wpq::cuda::{Quantisers, RefinedKeys, Sizes, Wpq, WpqWorkspace};
-use kvsmith::method::wpq::{HeadCodebook, MeanPath, Wpq as CpuWpq};
-use kvsmith::method::{Prompt, Retriever};
+use kvsmith::internal::compute::cuda::driver::Driver;
+use kvsmith::internal::float::Float;
+use kvsmith::internal::kv::cuda::attend::LayerRows;
+use kvsmith::internal::kv::cuda::cache::LayerCache;
+use kvsmith::internal::kv::packed::{Center, Layout, Packed};
+use kvsmith::internal::kv::{Budget, KvHead};
+use kvsmith::internal::method::wpq::cuda::{Quantisers, RefinedKeys, Sizes, Wpq, WpqWorkspace};
+use kvsmith::internal::method::wpq::{HeadCodebook, MeanPath, Wpq as CpuWpq};
+use kvsmith::internal::method::{Prompt, Retriever};
 use ndarray::{Array1, Array2, Array3, Array4, ArrayView2};
 use rand_chacha::ChaCha8Rng;
 

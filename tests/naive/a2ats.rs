@@ -4,9 +4,9 @@ use std::collections::BTreeMap;
 use std::ops::Range;
 use std::sync::Arc;
 
-use kvsmith::kv::packed::Center;
-use kvsmith::method::Ranking;
-use kvsmith::method::a2ats::{A2ats, BUCKETS, Edges, HeadCodebook};
+use kvsmith::internal::kv::packed::Center;
+use kvsmith::internal::method::Ranking;
+use kvsmith::internal::method::a2ats::{A2ats, BUCKETS, Edges, HeadCodebook};
 use ndarray::{Array1, Array2};
 
 use super::head::{cases, wide};

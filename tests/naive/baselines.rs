@@ -1,13 +1,13 @@
 //! Full attention, the oracle, random and the most recent positions, Quest, SnapKV and H2O.
 
-use kvsmith::kv::KvType;
-use kvsmith::method::full::Full;
-use kvsmith::method::h2o::H2o;
-use kvsmith::method::quest::Quest;
-use kvsmith::method::random::RandomDraws;
-use kvsmith::method::snapkv::SnapKv;
-use kvsmith::method::streaming::Streaming;
-use kvsmith::method::topk::TopK;
+use kvsmith::internal::kv::KvType;
+use kvsmith::internal::method::full::Full;
+use kvsmith::internal::method::h2o::H2o;
+use kvsmith::internal::method::quest::Quest;
+use kvsmith::internal::method::random::RandomDraws;
+use kvsmith::internal::method::snapkv::SnapKv;
+use kvsmith::internal::method::streaming::Streaming;
+use kvsmith::internal::method::topk::TopK;
 
 use super::head::cases;
 use super::*;

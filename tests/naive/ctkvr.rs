@@ -1,8 +1,8 @@
 //! CTkvr.
 
 use half::f16;
-use kvsmith::kv::packed::Center;
-use kvsmith::method::ctkvr::{Ctkvr, CtkvrParams};
+use kvsmith::internal::kv::packed::Center;
+use kvsmith::internal::method::ctkvr::{Ctkvr, CtkvrParams};
 
 use super::head::cases;
 use super::*;

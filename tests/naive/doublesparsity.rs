@@ -1,7 +1,7 @@
 //! Double Sparsity: a few channels of every key in 4 bits.
 
 use half::f16;
-use kvsmith::method::doublesparsity::DoubleSparsity;
+use kvsmith::internal::method::doublesparsity::DoubleSparsity;
 use rand::seq::SliceRandom;
 
 use super::head::cases;

@@ -1,9 +1,9 @@
 //! One KV head with its method, driven through prompts, turns and decode steps in random order.
 
-use kvsmith::compute::attention::{self, CachedRows};
-use kvsmith::kv::packed::Center;
-use kvsmith::kv::{Budget, KvHead, KvType, StaticSet};
-use kvsmith::method::{Choice, Place, Prompt, Retriever, Step};
+use kvsmith::internal::compute::attention::{self, CachedRows};
+use kvsmith::internal::kv::packed::Center;
+use kvsmith::internal::kv::{Budget, KvHead, KvType, StaticSet};
+use kvsmith::internal::method::{Choice, Place, Prompt, Retriever, Step};
 use ndarray::{Array2, Array3, ArrayView2, Axis};
 use rand::{Rng, SeedableRng};
 use rand_chacha::ChaCha8Rng;

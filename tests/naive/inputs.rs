@@ -3,9 +3,9 @@
 use std::ops::Range;
 use std::sync::OnceLock;
 
-use kvsmith::method::Place;
-use kvsmith::model::Decoder;
-use kvsmith::model::tokenizer::Tokenizer;
+use kvsmith::internal::method::Place;
+use kvsmith::internal::model::Decoder;
+use kvsmith::internal::model::tokenizer::Tokenizer;
 use ndarray::{Array2, Array3, s};
 use rand::Rng;
 use rand_chacha::ChaCha8Rng;

@@ -1,7 +1,7 @@
 //! LFPS.
 
-use kvsmith::kv::packed::Center;
-use kvsmith::method::lfps::{Lfps, LfpsMethod, LfpsParams};
+use kvsmith::internal::kv::packed::Center;
+use kvsmith::internal::method::lfps::{Lfps, LfpsMethod, LfpsParams};
 
 use super::head::cases;
 use super::*;
@@ -431,8 +431,9 @@ impl NaiveLfps {
     }
 
     fn bits(program: &Lfps, n: usize) -> Vec<Vec<u64>> {
-        let entries =
-            |table: &kvsmith::method::lfps::Table| (0..n).map(|i| table.get(i).to_bits()).collect::<Vec<_>>();
+        let entries = |table: &kvsmith::internal::method::lfps::Table| {
+            (0..n).map(|i| table.get(i).to_bits()).collect::<Vec<_>>()
+        };
         let heads = program.heads().iter();
         heads
             .map(|h| [entries(&h.vertical), entries(&h.slash)].concat())

@@ -20,7 +20,7 @@ pub mod wpq;
 use std::collections::{BTreeMap, BTreeSet};
 use std::ops::Range;
 
-use kvsmith::method::{Choice, Place, Reads, Retriever};
+use kvsmith::internal::method::{Choice, Place, Reads, Retriever};
 use rand::Rng;
 use rand_chacha::ChaCha8Rng;
 

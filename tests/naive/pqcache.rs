@@ -1,6 +1,6 @@
 //! PQCache: words of the prompt's own keys, and estimated probabilities.
 
-use kvsmith::method::pqcache::{PqCache, PqCacheParams};
+use kvsmith::internal::method::pqcache::{PqCache, PqCacheParams};
 
 use super::head::{cases, wide};
 use super::wpq::items;

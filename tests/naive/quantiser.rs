@@ -1,7 +1,7 @@
 //! The 2-bit cache, methods.md 2.2.
 
 use half::f16;
-use kvsmith::kv::packed::Center;
+use kvsmith::internal::kv::packed::Center;
 
 use super::selfindex::{centre, centred, full_after};
 use super::*;

@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 
-use kvsmith::method::randsign::{RandSign, RandomRotation};
+use kvsmith::internal::method::randsign::{RandSign, RandomRotation};
 
 use super::head::cases;
 use super::*;

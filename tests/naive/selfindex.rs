@@ -1,9 +1,9 @@
 //! Self-Indexing KVCache: centroids of sign patterns.
 
-use kvsmith::kv::KvType;
-use kvsmith::kv::packed::Center;
-use kvsmith::method::Ranking;
-use kvsmith::method::selfindex::{CentroidSource, SelfIndex};
+use kvsmith::internal::kv::KvType;
+use kvsmith::internal::kv::packed::Center;
+use kvsmith::internal::method::Ranking;
+use kvsmith::internal::method::selfindex::{CentroidSource, SelfIndex};
 
 use super::head::cases;
 use super::*;

@@ -2,11 +2,11 @@
 
 use std::ops::Range;
 
-use kvsmith::compute::attention::{self, Partial};
-use kvsmith::kv::packed::Center;
-use kvsmith::kv::{KvHead, KvType};
-use kvsmith::method::tail::Tail;
-use kvsmith::method::{Reads, Step};
+use kvsmith::internal::compute::attention::{self, Partial};
+use kvsmith::internal::kv::packed::Center;
+use kvsmith::internal::kv::{KvHead, KvType};
+use kvsmith::internal::method::tail::Tail;
+use kvsmith::internal::method::{Reads, Step};
 use ndarray::Array2;
 use rand::seq::SliceRandom;
 use rand::{Rng, SeedableRng};

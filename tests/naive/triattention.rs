@@ -3,7 +3,7 @@
 use std::collections::BTreeMap;
 use std::sync::Arc;
 
-use kvsmith::method::triattention::{MeanQueries, TriAttention};
+use kvsmith::internal::method::triattention::{MeanQueries, TriAttention};
 
 use super::head::cases;
 use super::*;

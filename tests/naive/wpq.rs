@@ -3,8 +3,8 @@
 use std::sync::Arc;
 
 use half::f16;
-use kvsmith::kv::packed::Center;
-use kvsmith::method::wpq::{HeadCodebook, MeanPath, Wpq};
+use kvsmith::internal::kv::packed::Center;
+use kvsmith::internal::method::wpq::{HeadCodebook, MeanPath, Wpq};
 use ndarray::{Array1, Array2, Array4};
 
 use super::head::{cases, wide};

@@ -14,7 +14,7 @@ use crate::method::named::{self, Named};
 use crate::method::params::MethodParams;
 use crate::method::{CPU_GRANULE, Method};
 use crate::model::Model;
-use crate::runner::Options;
+use crate::runner::DecodeOptions;
 use crate::runner::eval::{Bootstrap, Layerwise, Passage, Variant, VariantReport};
 use crate::runner::verdict::{
     LEAST_ACCURACY, LEAST_QUESTIONS, Material, Probe, ProbeKind, QUESTIONS, Score, TOGETHER, Texts,
@@ -123,7 +123,7 @@ impl Judging<'_> {
             judging: self,
             layerwise: Layerwise {
                 layers: layers.as_ref(),
-                options: Options {
+                options: DecodeOptions {
                     sinks: SINKS,
                     window: WINDOW,
                     budget: Budget::Fraction(1.0),

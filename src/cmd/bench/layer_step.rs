@@ -26,7 +26,7 @@ use crate::method::registry::MethodName;
 use crate::method::wpq::Center;
 use crate::method::{CPU_GRANULE, Choice, Ranking, Reads, Step, lfps};
 use crate::numbers::plain;
-use crate::runner::Options;
+use crate::runner::DecodeOptions;
 
 /// Least bytes of all copies of a layer's data, which steps read in turn; the processor's caches hold less.
 pub const ROTATED_BYTES: usize = 256 << 20;
@@ -101,8 +101,8 @@ pub struct Caches {
 
 impl Caches {
     /// Returns the options of the steps of a model.
-    pub fn options(&self) -> Options {
-        Options {
+    pub fn options(&self) -> DecodeOptions {
+        DecodeOptions {
             sinks: SINKS,
             window: WINDOW,
             budget: self.budget,

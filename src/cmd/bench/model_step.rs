@@ -22,12 +22,12 @@ use crate::cuda::backend::CudaBackend;
 use crate::cuda::room;
 use crate::cuda::{Body, check_model};
 use crate::env;
-use crate::error::{Error, Kind, Result};
+use crate::error::{Error, ErrorKind, Result};
 use crate::method::bench::{Bench, TimedOnCuda};
 use crate::method::registry::MethodName;
 use crate::model::fields::read_json;
 use crate::model::{ModelConfig, random};
-use crate::runner::{Backend, Counts, Options};
+use crate::runner::{Backend, Counts, DecodeOptions};
 use crate::wording::size;
 
 /// Steps of a run; on a GPU, they are launched before the host waits for the device.
@@ -161,7 +161,7 @@ fn on_gpu(args: &ModelArgs, settings: &[ModelSetting], driver: &dyn Driver, glob
     let outcome = settings.iter().try_for_each(|setting| {
         env::check()?;
         match setting.add(driver, bandwidth, &mut results) {
-            Err(e) if e.kind() == Kind::Memory => {
+            Err(e) if e.kind() == ErrorKind::Memory => {
                 log.warn(&format!("{}: {e}", setting.shape()));
                 left_out = Some(e);
                 Ok(())
@@ -240,7 +240,7 @@ impl ModelSetting<'_> {
     fn backend<'d>(
         &self,
         driver: &'d dyn Driver,
-        options: Options,
+        options: DecodeOptions,
         context: usize,
     ) -> Result<CudaBackend<'d>> {
         let body = Body::random(driver, self.config.clone(), self.seed)?;

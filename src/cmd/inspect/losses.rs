@@ -8,7 +8,7 @@ use crate::wording::counted;
 
 /// The losses, in nats, for which a method is recommended; a verdict with another limit takes this one in place of the
 /// second.
-pub(in crate::cmd) const LOSSES: [f64; 3] = [0.1, USUAL_KL, 0.01];
+pub(in crate::internal::cmd) const LOSSES: [f64; 3] = [0.1, USUAL_KL, 0.01];
 
 /// A head with at least this share of its attention in the sinks and the window has nothing to gain from an index.
 const SETTLED: f64 = 0.99;
@@ -23,7 +23,7 @@ const WORST: usize = 5;
 const LISTED: usize = 8;
 
 /// Lists the losses for which a verdict has recommendations, the largest first.
-pub(in crate::cmd) fn losses(verdict: &Verdict) -> Vec<f64> {
+pub(in crate::internal::cmd) fn losses(verdict: &Verdict) -> Vec<f64> {
     let mut losses = [LOSSES[0], verdict.limit(), LOSSES[2]].to_vec();
     losses.sort_by(|a, b| b.total_cmp(a));
     losses.dedup();

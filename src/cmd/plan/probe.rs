@@ -15,7 +15,7 @@ use super::line::Line;
 use crate::artifact::Fit;
 use crate::calibration::memory::JudgedRows;
 use crate::calibration::stages::{BUDGETS, CAPTURE, PROBE, Stages, VERDICT};
-use crate::calibration::{Calibration, Settings};
+use crate::calibration::{Calibration, CalibrationSettings};
 use crate::cmd::args::Global;
 use crate::cmd::bench::{random_matrix, random_points, seconds};
 use crate::compute::Workload;
@@ -79,7 +79,7 @@ fn digest_time() -> f64 {
 /// # Errors
 /// A temporary file that cannot be written; a failure of the small calibration.
 pub fn times(
-    settings: &Settings,
+    settings: &CalibrationSettings,
     config: &ModelConfig,
     corpus: &Corpus,
     fits: &[Box<dyn Fit>],
@@ -269,7 +269,12 @@ struct SmallRun {
 }
 
 impl Small {
-    fn measure(settings: &Settings, config: &ModelConfig, tokens: usize, global: &Global) -> Result<Self> {
+    fn measure(
+        settings: &CalibrationSettings,
+        config: &ModelConfig,
+        tokens: usize,
+        global: &Global,
+    ) -> Result<Self> {
         let failed = |e: std::io::Error| {
             Error::system(format!("cannot write a temporary folder: {e}"))
                 .hint("set TMPDIR to a writable folder, or add --no-probe")
@@ -293,7 +298,7 @@ impl Small {
             let tokens = folder.path().join("tokens.json");
             let ids: Vec<Vec<usize>> = vec![(0..2 * rows).collect()];
             std::fs::write(&tokens, json!(ids).to_string()).map_err(failed)?;
-            let own = Settings {
+            let own = CalibrationSettings {
                 verdict: settings.verdict.as_ref().map(|verdict| verdict.of_block(rows)),
                 ..settings.clone()
             };

@@ -14,7 +14,7 @@ use super::stop::Stop;
 use super::written::Written;
 use crate::cmd::print_json;
 use crate::cmd::reading::Reading;
-use crate::error::{Error, Kind, Result};
+use crate::error::{Error, ErrorKind, Result};
 use crate::kv::sample::Sampler;
 use crate::machine::{Expected, Machine, RowsIn};
 use crate::model::tokenizer::Tokenizer;
@@ -135,7 +135,10 @@ impl Batch<'_> {
             while running.len() < self.0.opened.args.sequences
                 && let Some(prompt) = prompts.pop_front()
             {
-                let (id, opened) = (prompt.id.clone(), engine.open(prompt.reserved(most, engine.grows())));
+                let (id, opened) = (
+                    prompt.id.clone(),
+                    engine.open(prompt.reserved(most, engine.grows())),
+                );
                 if opened.is_err() && !running.is_empty() {
                     // It waits for the memory that other replies hold.
                     prompts.push_front(prompt);
@@ -144,7 +147,7 @@ impl Batch<'_> {
                 let begun = opened.and_then(|sequence| self.begin(prompt, sequence, engine, &tokenizer));
                 match begun {
                     Ok(begun) => running.extend(self.push(begun, engine, replies, made)?),
-                    Err(e) if e.kind() == Kind::Interrupted => return Err(e),
+                    Err(e) if e.kind() == ErrorKind::Interrupted => return Err(e),
                     Err(e) => {
                         log.warn(&format!("skipped the prompt with the id {id}: {e}"));
                         made.fail(e);

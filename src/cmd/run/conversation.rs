@@ -12,7 +12,7 @@ use crate::cmd::args::Global;
 use crate::cmd::print;
 use crate::cmd::reading::Reading;
 use crate::cmd::signals;
-use crate::error::{Error, Kind, Result};
+use crate::error::{Error, ErrorKind, Result};
 use crate::kv::KvType;
 use crate::kv::sample::Sampler;
 use crate::method::registry::FULL;
@@ -110,7 +110,7 @@ impl Conversation<'_, '_> {
             let is_ended = replying.as_ref().is_some_and(signals::Reply::is_ended);
             drop(replying);
             let reply = match reply {
-                Err(e) if is_ended && e.kind() == Kind::Interrupted => {
+                Err(e) if is_ended && e.kind() == ErrorKind::Interrupted => {
                     self.global.log().note(
                         "interrupted while your message was being read: the conversation so far is lost",
                     );

@@ -16,7 +16,7 @@ use crate::kv::sample::Sampler;
 use crate::machine::RowsIn;
 use crate::method::Method;
 use crate::model::Decoder;
-use crate::runner::{CpuBackend, Options, Session};
+use crate::runner::{CpuBackend, DecodeOptions, Session};
 
 /// What is opened before it is known by which method prompts are answered.
 #[derive(Clone, Copy)]
@@ -32,7 +32,7 @@ pub(super) struct Opened<'a> {
 
 impl Opened<'_> {
     /// Prepares the method of a choice, and the options of its steps.
-    pub fn prepare(&self, choice: Choice) -> Result<(Box<dyn Method>, Options)> {
+    pub fn prepare(&self, choice: Choice) -> Result<(Box<dyn Method>, DecodeOptions)> {
         let (reading, artifact) = (&self.args.reading, self.artifact);
         let params = reading.params();
         let (name, tail) = (choice.method, choice.tail);
@@ -46,7 +46,7 @@ impl Opened<'_> {
 pub(super) struct Ready<'a> {
     pub opened: &'a Opened<'a>,
     pub method: &'a dyn Method,
-    pub options: Options,
+    pub options: DecodeOptions,
     pub choice: Choice,
 }
 
@@ -129,7 +129,7 @@ fn open_session<'a>(
     device: &'a dyn Device,
     decoder: &'a Decoder,
     method: &dyn Method,
-    options: Options,
+    options: DecodeOptions,
     known: usize,
 ) -> Result<(Session<'a>, Option<&'static str>)> {
     let reserved = known + args.max_new.min(RESERVED);

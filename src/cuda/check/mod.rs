@@ -19,7 +19,7 @@ use crate::compute::comparison::{Comparison, Failure};
 use crate::compute::cuda::driver::Driver;
 use crate::compute::cuda::watched::Watched;
 use crate::env;
-use crate::error::{Kind, Result};
+use crate::error::{ErrorKind, Result};
 pub use case::Case;
 
 /// Kernels that no case launches, because only benchmarks use them.
@@ -92,7 +92,7 @@ pub fn run(device: Arc<dyn Driver>, limit: Duration) -> Result<Report> {
         let kernels = watched.take_launched();
         report.launched.extend(&kernels);
         let mut found = found.or_else(|e| match e.kind() {
-            Kind::Interrupted => Err(e),
+            ErrorKind::Interrupted => Err(e),
             _ => Ok(broken("no error", e.to_string())),
         })?;
         let took = start.elapsed();

@@ -26,7 +26,7 @@ use crate::method::registry::METHODS;
 use crate::method::{CPU_GRANULE, Method};
 use crate::model::forward::{CpuLayers, Layers};
 use crate::model::{Decoder, States};
-use crate::runner::{Options, Session};
+use crate::runner::{DecodeOptions, Session};
 use crate::store::{Spec, Writer};
 
 const AREA: &str = "models";
@@ -241,7 +241,7 @@ fn prepared(name: &str, decoder: &Decoder) -> Result<Box<dyn Method>> {
 /// Compares the logits of a session on the device, whose method may choose everything, with those of full attention on
 /// the CPU.
 fn session(driver: &dyn Driver, decoder: &Decoder, method: &str) -> Result<Comparison> {
-    let options = Options {
+    let options = DecodeOptions {
         sinks: 2,
         window: 4,
         budget: Budget::Fraction(1.0),

@@ -7,7 +7,7 @@ use crate::error::Result;
 use crate::kv::KvHead;
 use crate::kv::cuda::attend::{Attention, LayerRows};
 use crate::kv::cuda::{Limits, Positions, Shape};
-use crate::runner::Options;
+use crate::runner::DecodeOptions;
 
 /// The attention over the static set on the device. Each layer keeps a copy of the static set's rows there: first the
 /// sinks, then the window as a ring buffer.
@@ -28,7 +28,7 @@ impl<'d> StaticAttention<'d> {
     ///
     /// # Errors
     /// Sizes that the kernels do not support; out of memory.
-    pub fn new(driver: &'d dyn Driver, shape: Shape, options: &Options) -> Result<Self> {
+    pub fn new(driver: &'d dyn Driver, shape: Shape, options: &DecodeOptions) -> Result<Self> {
         let [sinks, window] = [options.sinks, options.window].map(|n| n.min(shape.capacity));
         let shape = Shape {
             capacity: sinks + window,

@@ -99,7 +99,7 @@ impl Shape {
     }
 }
 
-/// The static set and the budget of a step; see [`crate::runner::Options`].
+/// The static set and the budget of a step; see [`crate::runner::DecodeOptions`].
 #[derive(Clone, Copy, Debug)]
 pub struct Limits {
     /// Number of first positions that are always attended.

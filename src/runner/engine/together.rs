@@ -10,7 +10,7 @@ use crate::method::Method;
 use crate::model::Decoder;
 use crate::model::forward::Forward;
 use crate::runner::caches::{Caches, Fed, FilledHead, step};
-use crate::runner::options::Options;
+use crate::runner::options::DecodeOptions;
 use crate::runner::room;
 use crate::runner::session::StepAt;
 use crate::runner::shares::Shares;
@@ -19,7 +19,7 @@ use crate::runner::shares::Shares;
 pub(super) struct Together<'a> {
     pub forward: Box<dyn Forward + 'a>,
     pub method: &'a dyn Method,
-    pub options: Options,
+    pub options: DecodeOptions,
     pub sequences: BTreeMap<SequenceId, Sequence>,
 }
 
@@ -73,7 +73,11 @@ impl Pool for Together<'_> {
     }
 
     fn check_room(&self, capacity: usize) -> Result<()> {
-        let bytes = |positions| self.estimate(positions).into_iter().fold(0, usize::saturating_add);
+        let bytes = |positions| {
+            self.estimate(positions)
+                .into_iter()
+                .fold(0, usize::saturating_add)
+        };
         let left = |of: &Sequence| bytes(of.capacity.saturating_sub(of.positions));
         let promised = self.sequences.values().map(left).fold(0, usize::saturating_add);
         room::check(bytes(capacity), promised)

@@ -22,7 +22,7 @@ use crate::model::layer::{rotated, rotated_to};
 use crate::model::rope::RopeTable;
 use crate::model::{Decoder, States};
 use crate::runner::head::PromptRows;
-use crate::runner::{Options, Shares};
+use crate::runner::{DecodeOptions, Shares};
 
 /// A text whose last tokens are fed one by one.
 #[derive(Clone, Debug)]
@@ -64,7 +64,7 @@ pub struct Layerwise<'a> {
     /// The model.
     pub layers: &'a dyn Layers,
     /// What bounds a step's reads.
-    pub options: Options,
+    pub options: DecodeOptions,
 }
 
 /// What a run measures.
@@ -311,7 +311,7 @@ impl LayerInput<'_> {
     }
 
     fn set(&self, step: usize) -> StaticSet {
-        let Options { sinks, window, .. } = self.of.options;
+        let DecodeOptions { sinks, window, .. } = self.of.options;
         StaticSet::at(self.first + step, self.window(), sinks, window)
     }
 

@@ -3,7 +3,7 @@
 use ndarray::{Array1, Array2, Axis};
 use rayon::prelude::*;
 
-use super::super::Options;
+use super::super::DecodeOptions;
 use super::super::head::{Chooser, Head, PromptRows, Token, decode_head, prefill_heads};
 use super::Variant;
 use super::judge::{Judge, Metrics};
@@ -60,7 +60,7 @@ pub(super) struct StepInput<'a> {
     pub set: &'a StaticSet,
     pub variants: &'a [Variant<'a>],
     /// The options of every variant, without its budget.
-    pub options: &'a Options,
+    pub options: &'a DecodeOptions,
 }
 
 impl Trajectories {
@@ -68,7 +68,7 @@ impl Trajectories {
     pub fn new(
         c: &ModelConfig,
         variants: &[Variant],
-        options: &Options,
+        options: &DecodeOptions,
         capacity: usize,
         judged: bool,
     ) -> Self {
@@ -157,13 +157,13 @@ impl HeadTrajectories {
     pub fn new(
         c: &ModelConfig,
         variants: &[Variant],
-        options: &Options,
+        options: &DecodeOptions,
         capacity: usize,
         [layer, kv_head]: [usize; 2],
     ) -> Self {
         let kv = |kind| KvHead::new(kind, c.head_dim, capacity, options.packed);
         let state = |variant: &Variant| {
-            let options = Options {
+            let options = DecodeOptions {
                 budget: variant.budget,
                 ..*options
             };
@@ -255,7 +255,7 @@ impl HeadTrajectories {
         let own = own.zip(outputs.axis_iter_mut(Axis(0)));
         let chosen = own.enumerate().map(|(v, ((head, variant), output))| {
             let token = Token::of(input.rows, c, input.group, v + 1);
-            let options = Options {
+            let options = DecodeOptions {
                 budget: variant.budget,
                 ..*input.options
             };

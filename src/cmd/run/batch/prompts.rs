@@ -10,7 +10,7 @@ use sha2::{Digest, Sha256};
 use crate::cmd::args::Global;
 use crate::cmd::run::args::Args;
 use crate::env;
-use crate::error::{Error, Kind, Result};
+use crate::error::{Error, ErrorKind, Result};
 use crate::model::chat::{ChatTemplate, Message};
 use crate::model::tokenizer::Tokenizer;
 use crate::model::{Decoder, Model};
@@ -53,7 +53,11 @@ pub struct Prompt {
 impl Prompt {
     /// Returns the positions for which its sequence is opened, of at most `most`: all of them, or if caches grow, a part.
     pub fn reserved(&self, most: usize, grows: bool) -> usize {
-        let new = if grows { self.max_new.min(RESERVED) } else { self.max_new };
+        let new = if grows {
+            self.max_new.min(RESERVED)
+        } else {
+            self.max_new
+        };
         self.ids.len().saturating_add(new).min(most)
     }
 
@@ -114,7 +118,7 @@ impl Prompts {
             env::check()?;
             match reader.prompt(i + 1, line) {
                 Ok(prompt) => all.push_back(prompt),
-                Err(e) if e.kind() == Kind::Interrupted => return Err(e),
+                Err(e) if e.kind() == ErrorKind::Interrupted => return Err(e),
                 Err(e) => skipped.push(format!("line {}: {e}", i + 1)),
             }
         }

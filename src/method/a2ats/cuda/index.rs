@@ -102,7 +102,10 @@ impl CudaIndex for CodeIndex<'_> {
 }
 
 /// Makes indexes of random codebooks and codes: [`Bench::indexes`](crate::method::bench::Bench::indexes).
-pub(in crate::method::a2ats) fn random<'d>(at: OnDevice<'d>, contents: &Contents<'_>) -> Result<Indexes<'d>> {
+pub(in crate::internal::method::a2ats) fn random<'d>(
+    at: OnDevice<'d>,
+    contents: &Contents<'_>,
+) -> Result<Indexes<'d>> {
     let encoder = SharedPrompt::default();
     let d = at.shape.head_dim;
     each_layer(contents.limits, |layer, limits| {

@@ -116,7 +116,7 @@ impl CudaIndex for SignIndex<'_> {
 }
 
 /// Makes indexes of random signs and centroids: [`Bench::indexes`](crate::method::bench::Bench::indexes).
-pub(in crate::method::selfindex) fn random<'d>(
+pub(in crate::internal::method::selfindex) fn random<'d>(
     at: OnDevice<'d>,
     contents: &Contents<'_>,
 ) -> Result<Indexes<'d>> {

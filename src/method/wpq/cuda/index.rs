@@ -76,7 +76,7 @@ impl CudaIndex for Wpq<'_> {
 
 /// Makes indexes of random codes that share one random quantiser:
 /// [`Bench::indexes`](crate::method::bench::Bench::indexes).
-pub(in crate::method::wpq) fn random<'d>(
+pub(in crate::internal::method::wpq) fn random<'d>(
     at: OnDevice<'d>,
     contents: &Contents<'_>,
     quantiser: &HeadCodebook,
