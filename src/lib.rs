@@ -24,6 +24,7 @@
 //! 10. `runner`: prefill and sparse decode, and what methods lose;
 //! 11. `cuda`: the model, prompts and decode steps on an NVIDIA GPU;
 //! 12. `machine`: a device, and how models run on it; `calibration`: from a model and text to an artifact with a verdict;
+//!     `timing` and `estimate`: what this machine takes for it;
 //! 13. `cmd` and `cli`: the subcommands.
 
 #[doc(hidden)]
@@ -43,6 +44,7 @@ pub mod internal {
     pub mod dump;
     pub mod env;
     pub mod error;
+    pub mod estimate;
     pub mod float;
     pub mod heap;
     pub mod kv;
@@ -61,6 +63,7 @@ pub mod internal {
     pub mod store;
     #[cfg(test)]
     pub(crate) mod testing;
+    pub mod timing;
     pub mod unfinished;
     pub mod weight;
     pub mod wording;
@@ -73,9 +76,9 @@ use internal::cmd;
 #[cfg(test)]
 use internal::testing;
 use internal::{
-    artifact, calibration, capture, compute, corpus, cuda, disk, dump, env, error, float, heap, kv, machine,
-    mapped, method, model, numbers, parameters, prefetch, quant, runner, sandbox, slots, stats, store,
-    unfinished, weight, wording, work,
+    artifact, calibration, capture, compute, corpus, cuda, disk, dump, env, error, estimate, float, heap, kv,
+    machine, mapped, method, model, numbers, parameters, prefetch, quant, runner, sandbox, slots, stats,
+    store, timing, unfinished, weight, wording, work,
 };
 
 // What an artifact says.
@@ -101,6 +104,8 @@ pub use compute::cuda::Cuda;
 pub use compute::device::Device;
 pub use compute::{DeviceKind, Precision, Workload};
 pub use machine::{Expected, Machine, RowsIn};
+// What work would take.
+pub use estimate::{CacheCost, Disk, Estimate, Serving, TimedMethod, Times, Weights};
 // What the host provides, and errors.
 pub use disk::Output;
 pub use env::{Cancel, Env, Isolation, Progress, Reporter, Silent};

@@ -5,7 +5,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use kvsmith::internal::sandbox::{self, Allowance};
 use kvsmith::{
     Artifact, Budget, Calibration, CalibrationSettings, Corpus, CorpusOptions, CorpusSource, Cpu, Env,
-    Isolation, Machine, Model, Output, SECTIONS, Silent, VerdictSettings, recommended,
+    Estimate, Isolation, Machine, Model, Output, SECTIONS, Silent, VerdictSettings, recommended,
 };
 use serde_json::{Value, json};
 
@@ -188,7 +188,25 @@ fn a_calibration_is_that_of_the_command() {
     let beyond = settings.beyond(400);
     let (text, beyond) =
         Corpus::load_with_reserve(&opened.path, opened.config(), &source, &cut, beyond).unwrap();
+    // What it would take is what `plan` says.
+    let (model_of, texts) = ((opened.config(), opened.path.as_path()), (&text, &beyond));
+    let estimate = Estimate::new(model_of, &settings, texts, &Cpu, &Silent).unwrap();
+    let flags = calibrate.replacen("calibrate", "plan --no-probe --json --device cpu", 1);
+    let plan = kvsmith(&format!("{flags} --verdict-kl {limit}")).json();
+    assert_eq!(plan["weights_bytes"], json!(estimate.weights.bytes));
+    assert_eq!(plan["codewords"], json!(estimate.codewords));
+    assert_eq!(
+        [&plan["artifact_bytes"], &plan["work_bytes"], &plan["dump_bytes"]],
+        [
+            &json!(estimate.disk.artifact),
+            &json!(estimate.disk.work),
+            &json!(estimate.disk.dump)
+        ]
+    );
+    assert!(estimate.memory_bytes > estimate.disk.artifact);
     let machine = Machine::of(&Cpu, &Silent);
+    let seconds = estimate.measure(machine).unwrap().stages.total();
+    assert!(seconds > 0.0 && seconds.is_finite(), "{seconds}");
     let new = |settings| Calibration::new(machine, &opened, settings, (&text, &beyond));
     let output = Output::create(by_library.as_ref()).unwrap();
     let made = new(&settings).unwrap().run(output, None).unwrap();

@@ -34,7 +34,7 @@ const FLOORS: [&[&str]; 13] = [
     &["method"],
     &["runner"],
     &["cuda"],
-    &["machine", "calibration"],
+    &["machine", "calibration", "timing", "estimate"],
     // The crate's root declares modules alone; `main.rs` is beside it.
     &["", "cli", "cmd"],
 ];

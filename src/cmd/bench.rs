@@ -1,7 +1,5 @@
 //! `kvsmith bench`: speed on shapes of real models, or on given data.
 
-mod cpu_head;
-mod cpu_step;
 mod cuda_step;
 mod encode;
 mod kmeans;
@@ -10,16 +8,12 @@ mod model_on_cpu;
 mod model_step;
 mod prefill;
 mod product;
-mod quick;
 mod report;
 mod timed;
 
 use clap::Subcommand;
 
-pub(super) use cpu_step::bandwidth;
-pub(super) use product::seconds;
-pub(super) use quick::{QuickLayer, RUNS};
-pub(super) use report::{free_bytes, random_matrix, random_points};
+pub(super) use report::free_bytes;
 
 use crate::cmd::args::Global;
 use crate::error::Result;

@@ -3,8 +3,7 @@
 use rand::SeedableRng;
 use rand_chacha::ChaCha8Rng;
 
-use super::cpu_head::uniform;
-use super::layer_step::{LayerSetting, SINKS, WINDOW, float};
+use super::layer_step::float;
 use super::report::{measure, median};
 use crate::compute::cuda::buffer::Buffer;
 use crate::compute::cuda::driver::{Driver, Recording};
@@ -15,6 +14,7 @@ use crate::kv::cuda::cache::LayerCache;
 use crate::kv::cuda::{Limits, Positions, Rotated, Shape};
 use crate::method::bench::Contents;
 use crate::method::cuda::{CudaIndex, CudaStep, OnDevice};
+use crate::timing::{LayerSetting, SINKS, WINDOW, uniform};
 
 /// Least number of steps that are timed together.
 const STEPS: usize = 20;
@@ -58,8 +58,8 @@ impl<'d> CudaSteps<'d> {
     /// # Errors
     /// There is too little GPU memory, or the kernels do not support these sizes.
     pub fn new(driver: &'d dyn Driver, setting: &LayerSetting) -> Result<Self> {
-        let (layer, caches) = (setting.layer, setting.caches);
-        let float = float(caches.kv)?;
+        let layer = setting.layer;
+        let float = float(setting.kv)?;
         let shape = Shape {
             sequences: layer.sequences,
             kv_heads: layer.kv_heads,
@@ -71,7 +71,7 @@ impl<'d> CudaSteps<'d> {
             sinks: SINKS,
             window: WINDOW,
             model_window: None,
-            budget: caches.budget,
+            budget: setting.budget,
         };
         let mut positions = Positions::new(driver, shape, limits)?;
         positions.set(&vec![layer.context as u32; layer.sequences])?;
@@ -84,12 +84,12 @@ impl<'d> CudaSteps<'d> {
         let at = OnDevice {
             driver,
             shape,
-            kv: caches.kv,
+            kv: setting.kv,
         };
         let contents = Contents {
             limits: &vec![limits; copies],
             seeds: &seeds,
-            codewords: caches.size,
+            codewords: layer.codewords,
             code: layer.code,
         };
         let indexes = setting.bench.indexes(at, &contents)?;

@@ -3,13 +3,12 @@
 
 use std::collections::BTreeMap;
 
-use ndarray::Array2;
 use serde_json::json;
 
+use super::cuda_step;
 use super::kmeans::parse_size;
 use super::report::{Results, Times, against_read_loop, check_memory, free_bytes, measure};
 use super::timed::{check, methods_help, ranking_help, warn_of_unused};
-use super::{cpu_step, cuda_step};
 use crate::cmd::args::Global;
 use crate::cmd::flags::{Trimmed, at_least_one};
 use crate::cmd::merge;
@@ -19,17 +18,14 @@ use crate::compute::cuda::Cuda;
 use crate::env;
 use crate::error::{Error, Result};
 use crate::float::Float;
-use crate::kv::{Budget, KvHead, KvType, StaticSet, packed};
-use crate::method::bench::{Bench, CodeForm, TimedLayer};
-use crate::method::params::MethodParams;
+use crate::kv::{Budget, KvType, packed};
+use crate::method::bench::{CodeForm, TimedLayer};
 use crate::method::registry::MethodName;
 use crate::method::wpq::Center;
-use crate::method::{CPU_GRANULE, Choice, Ranking, Reads, Step, lfps};
+use crate::method::{CPU_GRANULE, Ranking, lfps};
 use crate::numbers::plain;
 use crate::runner::DecodeOptions;
-
-/// Least bytes of all copies of a layer's data, which steps read in turn; the processor's caches hold less.
-pub const ROTATED_BYTES: usize = 256 << 20;
+use crate::timing::{self, CpuSteps, LayerSetting, SINKS, WINDOW};
 
 #[derive(clap::Args, Debug)]
 pub struct LayerArgs {
@@ -162,175 +158,6 @@ fn parse_batch(text: &str) -> std::result::Result<usize, String> {
     }
 }
 
-/// One combination of shape, caches and method.
-#[derive(Clone)]
-pub struct LayerSetting<'a> {
-    pub caches: &'a Caches,
-    lfps: lfps::LfpsParams,
-    pub layer: TimedLayer,
-    /// Query heads per KV head, r.
-    pub group: usize,
-    method: MethodName,
-    pub bench: &'static dyn Bench,
-    /// Whether the chosen positions are attended too.
-    pub attends: bool,
-}
-
-/// First positions that are always attended, as many as in `run` by default.
-pub const SINKS: usize = 4;
-/// Last positions that are always attended, as many as in `run` by default.
-pub const WINDOW: usize = 64;
-
-impl<'a> LayerSetting<'a> {
-    /// Returns the steps of one method with default parameters that choose and attend.
-    pub fn attending(
-        caches: &'a Caches,
-        layer: TimedLayer,
-        group: usize,
-        method: MethodName,
-        bench: &'static dyn Bench,
-    ) -> Self {
-        Self {
-            caches,
-            lfps: lfps::LfpsParams::default(),
-            layer,
-            group,
-            method,
-            bench,
-            attends: true,
-        }
-    }
-
-    /// Returns the static set of the last position.
-    pub fn static_set(&self) -> StaticSet {
-        StaticSet::at(self.layer.context - 1, None, SINKS, WINDOW)
-    }
-
-    /// Describes step number `step` of a head; the queries serve in turn.
-    pub fn step<'s>(
-        &self,
-        set: &StaticSet,
-        step: usize,
-        queries: &'s [Array2<f32>],
-        kv: &'s KvHead,
-    ) -> Step<'s> {
-        let query = &queries[step % queries.len()];
-        Step {
-            step,
-            visible: set.visible(),
-            candidates: set.candidates.clone(),
-            budget: self.budget(),
-            q_pre: query.view(),
-            q_rope: query.view(),
-            kv,
-        }
-    }
-
-    /// Counts the positions that a step may choose.
-    pub fn budget(&self) -> usize {
-        self.caches.budget.positions(self.layer.context)
-    }
-
-    /// Returns the parameters of all methods.
-    pub fn params(&self) -> MethodParams {
-        MethodParams {
-            lfps: self.lfps.clone(),
-            ..MethodParams::default()
-        }
-    }
-
-    /// Tells whether a step reads cached rows.
-    pub fn holds_rows(&self) -> bool {
-        self.attends || self.bench.reads_rows(self.caches.kv)
-    }
-
-    /// Counts the bytes of a cached key.
-    fn key_bytes(&self) -> usize {
-        self.caches.kv.bytes_per_key(self.layer.head_dim)
-    }
-
-    /// Counts the bytes of a cached key and value.
-    fn position_bytes(&self) -> usize {
-        self.caches.kv.bytes_per_position(self.layer.head_dim)
-    }
-
-    /// Counts the bytes of all keys and values of one layer.
-    fn visible_bytes(&self) -> usize {
-        self.position_bytes() * self.layer.sequences * self.layer.kv_heads * self.layer.context
-    }
-
-    /// Counts the bytes of the cached rows of one layer; 0 if none is read.
-    fn row_bytes(&self) -> usize {
-        match self.holds_rows() {
-            true => self.visible_bytes(),
-            false => 0,
-        }
-    }
-
-    /// Counts the bytes of one copy of the layer's data: cached rows, and the index that a step on a GPU reads.
-    fn copy_bytes(&self) -> usize {
-        self.row_bytes() + self.bench.index_bytes(&self.layer)
-    }
-
-    /// Counts the copies of the layer's data that together exceed the processor's caches.
-    pub fn copies(&self) -> usize {
-        ROTATED_BYTES.div_ceil(self.copy_bytes().max(1)).clamp(2, 64)
-    }
-
-    /// Counts the bytes of all copies and of the prompts' queries, which one thread per core draws; as an f64, in which
-    /// no product overflows. The flags' limits keep all other sizes below 2^64.
-    fn bytes(&self) -> f64 {
-        let queries = self.group * self.lfps.lfps_rows.min(self.layer.context);
-        let drawn = 4.0 * (queries * self.layer.head_dim * rayon::current_num_threads()) as f64;
-        self.copies() as f64 * self.copy_bytes() as f64 + drawn
-    }
-
-    /// Counts the bytes that a step of one KV head reads on the CPU: the index, the keys that are ranked, and
-    /// each row that is attended once.
-    pub fn read_bytes(&self, reads: &Reads, choice: &Choice) -> usize {
-        let (ranked, attended) = match self.attends {
-            true => (
-                reads.unattended_keys,
-                self.static_set().len() + choice.positions.len(),
-            ),
-            false => (reads.keys, 0),
-        };
-        reads.index_bytes.unwrap_or(0) + self.key_bytes() * ranked + self.position_bytes() * attended
-    }
-
-    /// Counts the bytes that a step on a GPU has to move: the index, and each row that is attended once.
-    fn moved_bytes(&self) -> usize {
-        let set = self.static_set();
-        let attended = match self.bench.retrieves() {
-            true => set.len() + self.budget().min(set.candidates.len()),
-            false => self.layer.context,
-        };
-        self.bench.index_bytes(&self.layer) + self.row_bytes() / self.layer.context * attended
-    }
-
-    fn name(&self) -> String {
-        let what = if self.attends { "attend" } else { "retrieve" };
-        let how = match self.layer.ranking {
-            Ranking::Fast => "",
-            Ranking::Plain => ", plain ranking",
-        };
-        format!("{what} {}{how}", self.method.as_str())
-    }
-
-    pub fn shape(&self) -> String {
-        let TimedLayer {
-            sequences: b,
-            kv_heads: g,
-            head_dim: d,
-            context: n,
-            ..
-        } = self.layer;
-        let (kv, budget) = (self.caches.kv.as_str(), self.caches.budget.value());
-        let h = self.group * g;
-        format!("batch {b}, {h}/{g} heads x {d}, {n} positions, {kv}, budget {budget}")
-    }
-}
-
 /// Opens the GPU if the steps are to run on one.
 fn open_cuda(args: &LayerArgs, global: &Global) -> Result<Option<Cuda>> {
     match global.device {
@@ -370,7 +197,7 @@ pub fn run(args: &LayerArgs, attends: bool, global: &Global) -> Result<()> {
     }
     let bandwidth = match driver {
         Some(driver) => cuda_step::bandwidth(driver, args.runs)?,
-        None => cpu_step::bandwidth(args.runs),
+        None => timing::bandwidth(args.runs),
     };
     global
         .log()
@@ -394,8 +221,8 @@ pub fn run(args: &LayerArgs, attends: bool, global: &Global) -> Result<()> {
                 let row = setting.key_bytes();
                 let rate = *scattered
                     .entry(row)
-                    .or_insert_with(|| cpu_step::scattered(row, args.runs));
-                let mut steps = cpu_step::CpuSteps::new(&setting)?;
+                    .or_insert_with(|| timing::scattered(row, args.runs));
+                let mut steps = CpuSteps::new(&setting)?;
                 let times = measure(args.runs, || steps.run())?;
                 let share = steps.scored_share();
                 let mut more = steps.shares();
@@ -444,7 +271,7 @@ fn without_rows(settings: &mut Vec<LayerSetting>, global: &Global) -> Result<()>
 }
 
 /// Lists every combination; without attending, only the methods that retrieve.
-fn settings(args: &LayerArgs, attends: bool, seed: u64) -> Vec<LayerSetting<'_>> {
+fn settings(args: &LayerArgs, attends: bool, seed: u64) -> Vec<LayerSetting> {
     let mut out = Vec::new();
     for &[n_heads, kv_heads, head_dim] in &args.shapes {
         for &context in &args.context {
@@ -462,7 +289,8 @@ fn settings(args: &LayerArgs, attends: bool, seed: u64) -> Vec<LayerSetting<'_>>
                 let timed = args.methods.iter().filter_map(|m| Some((*m, m.bench()?)));
                 let timed = timed.filter(|(_, bench)| attends || bench.retrieves());
                 out.extend(timed.map(|(method, bench)| LayerSetting {
-                    caches: &args.caches,
+                    budget: args.caches.budget,
+                    kv: args.caches.kv,
                     lfps: args.lfps.0.clone(),
                     layer,
                     group: n_heads / kv_heads,

@@ -7,9 +7,6 @@ use std::time::Instant;
 use rayon::prelude::*;
 use serde_json::json;
 
-use super::cpu_head::BenchHead;
-use super::cpu_step;
-use super::layer_step::LayerSetting;
 use super::model_step::{ModelArgs, STEPS, configs};
 use super::report::{Results, Times, against_read_loop, check_memory, free_bytes, measure};
 use super::timed::{listed, methods, warn_of_unused, without};
@@ -26,6 +23,7 @@ use crate::method::{Place, Ranking};
 use crate::model::forward::CpuForward;
 use crate::model::{Decoder, Forward as _, ModelConfig, folder, random};
 use crate::runner::{Counts, Engine, FilledHead, SequenceId};
+use crate::timing::{BenchHead, LayerSetting, bandwidth};
 
 /// The token that every step feeds.
 const TOKEN: u32 = 0;
@@ -58,7 +56,7 @@ pub(super) fn run(args: &ModelArgs, global: &Global) -> Result<()> {
     }
     let mut timing = Timing {
         args,
-        bandwidth: cpu_step::bandwidth(args.runs),
+        bandwidth: bandwidth(args.runs),
         results: Results::new(global),
         full: BTreeMap::new(),
         seed: global.seed,
@@ -129,7 +127,7 @@ impl Timing<'_> {
             seed: self.seed,
         };
         let group = c.n_heads / c.n_kv_heads;
-        let setting = LayerSetting::attending(caches, layer, group, method, bench);
+        let setting = LayerSetting::attending((caches.budget, caches.kv), layer, group, method, bench);
         // No sequence is opened, so that nothing asks this method.
         let unasked = |_: &Place| Full;
         let mut engine = Engine::new(Box::new(forward), &unasked, options);

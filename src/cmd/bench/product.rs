@@ -1,7 +1,5 @@
 //! Benchmarks of kernels that multiply, compared with a plain product of two matrices in the same run.
 
-use std::time::Instant;
-
 use ndarray::{Array2, Axis, s};
 use rayon::prelude::*;
 use serde_json::json;
@@ -11,16 +9,10 @@ use crate::cmd::args::Global;
 use crate::compute::DeviceKind;
 use crate::compute::gemm;
 use crate::error::{Error, Result};
+use crate::timing::seconds;
 
 /// Most values of a matrix: 4 GB.
 pub const MAX_MATRIX: usize = 1 << 30;
-
-/// Measures how long `work` takes.
-pub fn seconds(work: impl FnOnce()) -> f64 {
-    let start = Instant::now();
-    work();
-    start.elapsed().as_secs_f64()
-}
 
 /// Rows and columns of the largest and of the smallest matrix of the plain product.
 const SIZES: [usize; 2] = [2048, 512];

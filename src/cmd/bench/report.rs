@@ -2,19 +2,15 @@
 
 use std::io::IsTerminal;
 
-use ndarray::{Array2, Array3, Axis};
-use rand::{Rng, SeedableRng};
-use rand_chacha::ChaCha8Rng;
-use rayon::prelude::*;
 use serde_json::{Value, json};
 
 use crate::cmd::args::Global;
 use crate::cmd::terminal::columns;
 use crate::cmd::{merge, print, print_json};
-use crate::env;
 use crate::error::{Error, Result};
 pub use crate::heap::free_bytes;
 use crate::heap::proc_bytes;
+pub use crate::timing::{measure, median, random_matrix, random_points};
 use crate::wording::{size, wrapped};
 
 /// The seconds of several runs.
@@ -36,24 +32,6 @@ impl From<Vec<f64>> for Times {
             median: median(seconds),
         }
     }
-}
-
-pub fn median(mut values: Vec<f64>) -> f64 {
-    values.sort_by(f64::total_cmp);
-    match values.len() {
-        0 => 0.0,
-        n => f64::midpoint(values[(n - 1) / 2], values[n / 2]),
-    }
-}
-
-/// Measures `runs` times, after one run that warms up.
-pub fn measure<T>(runs: usize, mut once: impl FnMut() -> Result<T>) -> Result<Vec<T>> {
-    once()?;
-    let run = |_| {
-        env::check()?;
-        once()
-    };
-    (0..runs).map(run).collect()
 }
 
 /// The results of a benchmark: printed one by one, or together as the document of `--json`.
@@ -147,27 +125,6 @@ pub fn against_read_loop(bytes: f64, seconds: f64, bandwidth: f64) -> (Value, St
             100.0 * share
         ),
     )
-}
-
-/// Draws independent, roughly normal channels whose scale falls from the first to the last, `[b,n,d]`.
-pub fn random_points(heads: usize, n: usize, d: usize, seed: u64) -> Array3<f32> {
-    let mut points = Array3::zeros((heads, n, d));
-    let each = points.axis_iter_mut(Axis(0)).into_par_iter().enumerate();
-    each.for_each(|(head, mut points)| {
-        let mut rng = ChaCha8Rng::seed_from_u64(seed);
-        rng.set_stream(head as u64);
-        for ((_, c), value) in points.indexed_iter_mut() {
-            // A sum of uniform numbers is close enough to normal for timing.
-            let sum: f32 = (0..4).map(|_| rng.r#gen::<f32>() - 0.5).sum();
-            *value = sum / (1.0 + c as f32 / 16.0);
-        }
-    });
-    points
-}
-
-/// Draws the points of one head, `[n,d]`.
-pub fn random_matrix(n: usize, d: usize, seed: u64) -> Array2<f32> {
-    random_points(1, n, d, seed).index_axis_move(Axis(0), 0)
 }
 
 /// Fails if data of the sizes that flags give need more than the `free` bytes; `need` is an f64, in which no product of

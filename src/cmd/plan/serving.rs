@@ -1,54 +1,9 @@
-//! What a run would take: the bytes of the cache, the longest context that fits, and the context from which a method is
-//! faster than full attention on this machine.
+//! What a run would take, as JSON and in words.
 
 use serde_json::{Value, json};
 
-use super::line::Line;
-use crate::cmd::args::Global;
-use crate::cmd::bench::{QuickLayer, RUNS, bandwidth, free_bytes};
-use crate::error::Result;
-use crate::kv::{Budget, KvType};
-use crate::method::registry::MethodName;
-use crate::model::{ModelConfig, Sizes};
+use crate::estimate::{CONTEXTS, CacheCost, PAYS, Serving, TimedMethod};
 use crate::wording::{grouped, size};
-
-/// Methods that are timed, beside full attention.
-const METHODS: [&str; 5] = ["a2ats", "selfindex", "lfps", "ctkvr", "wpq"];
-/// Contexts at which steps are timed.
-const CONTEXTS: [usize; 2] = [4096, 16_384];
-/// A method pays if a step with full attention takes at least this many times as long.
-const PAYS: f64 = 1.1;
-/// The longest context that is reported.
-const LONGEST: f64 = (16 << 20) as f64;
-
-/// The costs of a run on the CPU.
-pub struct Serving {
-    /// Layers with full and with sliding-window attention.
-    layers: [usize; 2],
-    /// The longest context that the model was made for.
-    context: usize,
-    /// The types of the cache.
-    caches: Vec<Cache>,
-    /// Seconds to read the weights once; `None` if nothing was timed.
-    weights_s: Option<f64>,
-    methods: Vec<Timed>,
-}
-
-/// A type of the cache.
-struct Cache {
-    kv: KvType,
-    /// Bytes per token in the layers that keep all tokens.
-    token: usize,
-    /// Most bytes that the layers with a sliding window keep.
-    windows: usize,
-    /// Tokens that fit into the free memory, next to the weights.
-    fits: usize,
-}
-
-/// Returns the bytes of a position in the cache of one layer.
-pub fn position_bytes(sizes: Sizes, kv: KvType) -> usize {
-    sizes.n_kv_heads * kv.bytes_per_position(sizes.head_dim)
-}
 
 /// Rounds to two significant digits, since times vary.
 fn rounded(context: f64) -> u64 {
@@ -56,230 +11,83 @@ fn rounded(context: f64) -> u64 {
     ((context / unit).ceil() * unit) as u64
 }
 
-/// Returns the shortest context from which, in all longer ones too, steps with the times `full` take at least [`PAYS`]
-/// times as long as steps with `times`, if both take `common` seconds more; `None` if there is none up to [`LONGEST`].
-fn pays(times: Line, full: Line, common: f64) -> Option<f64> {
-    let behind = PAYS * (common + times.base) - common - full.base;
-    let gain = full.slope - PAYS * times.slope;
-    let from = if behind <= 0.0 { 0.0 } else { behind / gain };
-    Some(from).filter(|from| gain >= 0.0 && *from <= LONGEST)
-}
-
-/// A method with the times of its steps in the layers with full attention.
-struct Timed {
-    name: &'static str,
-    /// Seconds of a step at each of the timed contexts.
-    times: [f64; 2],
-    /// Bytes of its index per token, at the longer of these contexts.
-    index: usize,
-    /// The context from which its steps are faster than those of full attention.
-    pays: Option<f64>,
-}
-
-impl Serving {
-    /// Computes the bytes, from those of all weights and of those that a step reads; measures the times if the number of
-    /// a2ats codewords is given and the shape can be timed.
-    pub fn of(
-        config: &ModelConfig,
-        [weights, read]: [usize; 2],
-        codewords: Option<usize>,
-        global: &Global,
-    ) -> Result<Self> {
-        let sliding: Vec<usize> = config.windows().into_iter().flatten().collect();
-        let full = config.n_layers() - sliding.len();
-        let free = free_bytes().saturating_sub(weights);
-        let cache = |kv: KvType| {
-            let position = position_bytes(config.sizes(), kv);
-            let (token, windows) = (full * position, sliding.iter().sum::<usize>() * position);
-            Cache {
-                kv,
-                token,
-                windows,
-                fits: free.saturating_sub(windows) / token.max(1),
-            }
-        };
-        let mut serving = Self {
-            layers: [full, sliding.len()],
-            context: config.max_position_embeddings,
-            caches: [KvType::F32, KvType::Bf16, KvType::TwoBit].map(cache).into(),
-            weights_s: None,
-            methods: Vec::new(),
-        };
-        if let Some(codewords) = codewords
-            && full > 0
-            && QuickLayer::can_be_timed(config)
-        {
-            let weights_s = read as f64 / (1e9 * bandwidth(RUNS));
-            serving.weights_s = Some(weights_s);
-            serving.methods = timed(config, full, codewords, weights_s, global)?;
-        }
-        Ok(serving)
-    }
-
-    /// Returns the members for `--json`.
-    pub fn json(&self) -> Value {
-        let cache = |of: &Cache| {
-            json!({
-                "kv": of.kv.as_str(), "bytes_per_token": of.token, "window_bytes": of.windows, "longest_context": of.fits,
-            })
-        };
-        let method = |of: &Timed| {
-            json!({
-                "method": of.name,
-                "index_bytes_per_token": of.index,
-                "step_seconds": of.times,
-                "pays_from": of.pays.map(|context| context.ceil() as usize),
-            })
-        };
+/// Returns the members for `--json`.
+pub fn json(serving: &Serving) -> Value {
+    let cache = |of: &CacheCost| {
         json!({
-            "model_context": self.context, "full_layers": self.layers[0], "window_layers": self.layers[1],
-            "caches": self.caches.iter().map(cache).collect::<Vec<_>>(),
-            "weights_seconds": self.weights_s, "contexts": CONTEXTS,
-            "methods": self.methods.iter().map(method).collect::<Vec<_>>(),
+            "kv": of.kv.as_str(), "bytes_per_token": of.token, "window_bytes": of.windows, "longest_context": of.fits,
         })
-    }
-
-    /// Describes the costs in a few lines.
-    pub fn text(&self) -> String {
-        let [full, sliding] = self.layers;
-        let mut out =
-            format!("\nrun\n  layers   {full} with full attention, {sliding} with a sliding window\n");
-        out += &format!(
-            "  context  {} tokens (the model's maximum)\n",
-            grouped(self.context)
-        );
-        for of in &self.caches {
-            let fits = match of.fits >= self.context {
-                true => "the whole context fits".to_owned(),
-                false => format!("{} tokens fit", grouped(of.fits)),
-            };
-            out += &format!(
-                "  cache    {:<5} {} per token; {fits} beside the weights\n",
-                of.kv.as_str(),
-                size(of.token),
-            );
-            if of.windows > 0 {
-                out += &format!(
-                    "           plus at most {} in the layers with a sliding window\n",
-                    size(of.windows)
-                );
-            }
-        }
-        let Some(weights) = self.weights_s else {
-            return out;
-        };
-        out += &format!(
-            "  step     {:.1} ms to read the weights, plus attention (bf16, budget 6%):\n",
-            1e3 * weights
-        );
-        out += &format!(
-            "           {:<10} {:>9} {:>9} {:>12}  {PAYS}x as fast as full\n",
-            "", "at 4K", "at 16K", "index"
-        );
-        for of in &self.methods {
-            let [short, long] = of.times.map(|seconds| format!("{:.1} ms", 1e3 * seconds));
-            let pays = match of.pays {
-                _ if of.name == "full" => String::new(),
-                Some(context) if context <= 1.0 => "at any context".to_owned(),
-                Some(context) => format!("from {} tokens on", grouped(rounded(context) as usize)),
-                None => "never".to_owned(),
-            };
-            let index = match of.index {
-                0 => "none".to_owned(),
-                bytes => format!("{}/token", size(bytes).replace(" bytes", " B")),
-            };
-            let line = format!(
-                "           {:<10} {short:>9} {long:>9} {index:>12}  {pays}",
-                of.name
-            );
-            out += line.trim_end();
-            out += "\n";
-        }
-        out + "           (fastest of a few steps; other load on the machine changes them)\n"
-    }
-}
-
-/// Times the methods in one layer.
-fn timed(
-    config: &ModelConfig,
-    layers: usize,
-    codewords: usize,
-    weights_s: f64,
-    global: &Global,
-) -> Result<Vec<Timed>> {
-    let mut lines = Vec::new();
-    'methods: for name in ["full"].into_iter().chain(METHODS) {
-        let Some(method) = MethodName::named(name) else {
-            continue;
-        };
-        let (mut times, mut index) = ([0.0; 2], 0);
-        for (time, context) in times.iter_mut().zip(CONTEXTS) {
-            let layer = QuickLayer {
-                config,
-                context,
-                codewords,
-                budget: Budget::Fraction(0.06),
-                kv: KvType::Bf16,
-                seed: global.seed,
-            };
-            let Some(step) = layer.fastest(method)? else {
-                continue 'methods;
-            };
-            *time = layers as f64 * step.seconds;
-            index = layers * step.index_bytes / context;
-        }
-        let line = Line::through(CONTEXTS.map(|n| n as f64), times);
-        lines.push((name, times, index, line));
-    }
-    let full = lines
-        .first()
-        .map_or(Line::through([0.0, 1.0], [0.0; 2]), |of| of.3);
-    let timed = |(name, times, index, line)| Timed {
-        name,
-        times,
-        index,
-        pays: pays(line, full, weights_s),
     };
-    Ok(lines.into_iter().map(timed).collect())
+    let method = |of: &TimedMethod| {
+        json!({
+            "method": of.name,
+            "index_bytes_per_token": of.index,
+            "step_seconds": of.times,
+            "pays_from": of.pays.map(|context| context.ceil() as usize),
+        })
+    };
+    json!({
+        "model_context": serving.context, "full_layers": serving.layers[0], "window_layers": serving.layers[1],
+        "caches": serving.caches.iter().map(cache).collect::<Vec<_>>(),
+        "weights_seconds": serving.weights_s, "contexts": CONTEXTS,
+        "methods": serving.methods.iter().map(method).collect::<Vec<_>>(),
+    })
 }
 
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn a_method_pays_where_its_line_is_low_enough() {
-        let full = Line {
-            base: 0.0,
-            slope: 2.0,
+/// Describes the costs in a few lines.
+pub fn text(serving: &Serving) -> String {
+    let [full, sliding] = serving.layers;
+    let mut out = format!("\nrun\n  layers   {full} with full attention, {sliding} with a sliding window\n");
+    out += &format!(
+        "  context  {} tokens (the model's maximum)\n",
+        grouped(serving.context)
+    );
+    for of in &serving.caches {
+        let fits = match of.fits >= serving.context {
+            true => "the whole context fits".to_owned(),
+            false => format!("{} tokens fit", grouped(of.fits)),
         };
-        let method = Line {
-            base: 10.0,
-            slope: 1.0,
-        };
-        // 2 n = 1.1 (10 + n) at n = 11 / 0.9.
-        let from = pays(method, full, 0.0).unwrap();
-        assert!((from - 11.0 / 0.9).abs() < 1e-9);
-        // Reading the weights, which both do, moves the point to longer contexts: 100 + 2 n = 1.1 (110 + n).
-        let later = pays(method, full, 100.0).unwrap();
-        assert!((later - 21.0 / 0.9).abs() < 1e-9);
-        assert_eq!(pays(full, full, 0.0), None);
-        // A method that is faster at short contexts only.
-        assert_eq!(pays(full, method, 0.0), None);
-        let free = Line {
-            base: 0.0,
-            slope: 0.0,
-        };
-        assert_eq!(
-            pays(
-                free,
-                Line {
-                    base: 1.0,
-                    slope: 0.0
-                },
-                0.0
-            ),
-            Some(0.0)
+        out += &format!(
+            "  cache    {:<5} {} per token; {fits} beside the weights\n",
+            of.kv.as_str(),
+            size(of.token),
         );
+        if of.windows > 0 {
+            out += &format!(
+                "           plus at most {} in the layers with a sliding window\n",
+                size(of.windows)
+            );
+        }
     }
+    let Some(weights) = serving.weights_s else {
+        return out;
+    };
+    out += &format!(
+        "  step     {:.1} ms to read the weights, plus attention (bf16, budget 6%):\n",
+        1e3 * weights
+    );
+    out += &format!(
+        "           {:<10} {:>9} {:>9} {:>12}  {PAYS}x as fast as full\n",
+        "", "at 4K", "at 16K", "index"
+    );
+    for of in &serving.methods {
+        let [short, long] = of.times.map(|seconds| format!("{:.1} ms", 1e3 * seconds));
+        let pays = match of.pays {
+            _ if of.name == "full" => String::new(),
+            Some(context) if context <= 1.0 => "at any context".to_owned(),
+            Some(context) => format!("from {} tokens on", grouped(rounded(context) as usize)),
+            None => "never".to_owned(),
+        };
+        let index = match of.index {
+            0 => "none".to_owned(),
+            bytes => format!("{}/token", size(bytes).replace(" bytes", " B")),
+        };
+        let line = format!(
+            "           {:<10} {short:>9} {long:>9} {index:>12}  {pays}",
+            of.name
+        );
+        out += line.trim_end();
+        out += "\n";
+    }
+    out + "           (fastest of a few steps; other load on the machine changes them)\n"
 }

@@ -6,13 +6,13 @@ use clap::{ValueEnum, builder::PossibleValue};
 
 use crate::artifact::{Artifact, Measured, MethodLoss, Verdict};
 use crate::cmd::args::Global;
-use crate::cmd::bench::QuickLayer;
 use crate::cmd::named::Named;
 use crate::error::{Error, Result};
 use crate::kv::{Budget, KvType};
 use crate::method::a2ats;
 use crate::method::registry::{FULL, MethodName};
 use crate::model::ModelConfig;
+use crate::timing::QuickLayer;
 
 /// The longest context that is timed; beyond it, all methods are compared at this length.
 const LONGEST: usize = 32_768;

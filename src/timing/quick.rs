@@ -1,7 +1,7 @@
 //! A few decode steps of one layer of a model, for estimates that must not take long.
 
-use super::cpu_step::CpuSteps;
-use super::layer_step::{Caches, LayerSetting};
+use super::setting::LayerSetting;
+use super::step::CpuSteps;
 use crate::env;
 use crate::error::Result;
 use crate::kv::{Budget, KvType};
@@ -53,12 +53,6 @@ impl QuickLayer<'_> {
         let Some(bench) = method.bench() else {
             return Ok(None);
         };
-        let caches = Caches {
-            batch: vec![1],
-            budget: self.budget,
-            kv: self.kv,
-            size: self.codewords,
-        };
         let layer = TimedLayer {
             sequences: 1,
             kv_heads: self.config.n_kv_heads,
@@ -69,7 +63,8 @@ impl QuickLayer<'_> {
             ranking: Ranking::Fast,
             seed: self.seed,
         };
-        let setting = LayerSetting::attending(&caches, layer, self.config.group(), method, bench);
+        let setting =
+            LayerSetting::attending((self.budget, self.kv), layer, self.config.group(), method, bench);
         env::check()?;
         let mut steps = CpuSteps::new(&setting)?;
         steps.run()?;

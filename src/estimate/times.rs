@@ -16,14 +16,10 @@ use crate::artifact::Fit;
 use crate::calibration::memory::JudgedRows;
 use crate::calibration::stages::{BUDGETS, CAPTURE, PROBE, Stages, VERDICT};
 use crate::calibration::{Calibration, CalibrationSettings};
-use crate::cmd::args::Global;
-use crate::cmd::bench::{random_matrix, random_points, seconds};
-use crate::compute::Workload;
 use crate::compute::attention;
 use crate::compute::cpu::Cpu;
 use crate::corpus::{Corpus, CorpusOptions, CorpusSource};
 use crate::disk::Output;
-use crate::env::Silent;
 use crate::error::{Error, Result};
 use crate::heap;
 use crate::machine::Machine;
@@ -33,6 +29,7 @@ use crate::model::rope::Rope;
 use crate::model::{Model, ModelConfig, random};
 use crate::stats::moments::QuerySums;
 use crate::store::{self, Tensor};
+use crate::timing::{random_matrix, random_points, seconds};
 
 /// Rows of the two blocks whose pass through a layer is timed; without attention, the time of a block is linear in its
 /// rows.
@@ -74,7 +71,8 @@ fn digest_time() -> f64 {
     }) / DIGESTED as f64
 }
 
-/// Estimates the seconds of every stage of a calibration with these fits, and of parts of it.
+/// Estimates the seconds of every stage of a calibration with these fits, and of parts of it. The small calibration runs on
+/// `machine`, the model's pass on the CPU.
 ///
 /// # Errors
 /// A temporary file that cannot be written; a failure of the small calibration.
@@ -84,14 +82,14 @@ pub fn times(
     corpus: &Corpus,
     fits: &[Box<dyn Fit>],
     judged: &JudgedRows,
-    global: &Global,
+    machine: Machine,
 ) -> Result<Times> {
     let forward = ForwardTime::measure(config)?;
     let mut stages = Stages::default();
     let blocks = (0..corpus.n_blocks()).map(|block| corpus.block(block).len());
     let blocks: Vec<f64> = blocks.map(|rows| forward.capture(rows)).collect();
     stages.add(CAPTURE, blocks.iter().sum());
-    let small = Small::measure(settings, config, corpus.n_tokens(), global)?;
+    let small = Small::measure(settings, config, corpus.n_tokens(), machine)?;
     let heads = (config.n_layers() * config.n_kv_heads) as f64 / small.heads as f64;
     for fit in fits {
         let stage = fit.kind().facts().stage;
@@ -273,11 +271,11 @@ impl Small {
         settings: &CalibrationSettings,
         config: &ModelConfig,
         tokens: usize,
-        global: &Global,
+        machine: Machine,
     ) -> Result<Self> {
         let failed = |e: std::io::Error| {
             Error::system(format!("cannot write a temporary folder: {e}"))
-                .hint("set TMPDIR to a writable folder, or add --no-probe")
+                .hint("set TMPDIR to a writable folder, or do without measurements (⟨no_probe⟩)")
         };
         let folder = tempfile::tempdir().map_err(failed)?;
         let heads = config.n_kv_heads.min(rayon::current_num_threads());
@@ -290,9 +288,6 @@ impl Small {
         // As in a calibration, whose time depends on it.
         heap::return_large_allocations();
         let model = Model::open(&model)?;
-        let mut global = global.clone();
-        global.silent = true;
-        let device = global.open_device(Workload::Model)?;
         let mut variants = 0;
         let mut time = |rows: usize| {
             let tokens = folder.path().join("tokens.json");
@@ -311,10 +306,6 @@ impl Small {
             };
             let (source, beyond) = (CorpusSource::Tokens(tokens), own.beyond(rows));
             let texts = Corpus::load_with_reserve(&model.path, model.config(), &source, &options, beyond)?;
-            let machine = Machine {
-                precision: global.precision,
-                ..Machine::of(device.as_ref(), &Silent)
-            };
             let calibration = Calibration::new(machine, &model, &own, (&texts.0, &texts.1))?;
             let of_fit = |fit: &dyn Fit| (fit.kind().facts().stage, work(fit, &texts.0));
             let of_fits = calibration.fits().iter().map(|fit| of_fit(fit.as_ref()));

@@ -4,7 +4,7 @@ use ndarray::{Array2, Array3, Axis, concatenate};
 use rand::{Rng, SeedableRng};
 use rand_chacha::ChaCha8Rng;
 
-use super::layer_step::{LayerSetting, SINKS, WINDOW};
+use super::setting::{LayerSetting, SINKS, WINDOW};
 use crate::error::Result;
 use crate::kv::KvHead;
 use crate::kv::packed::{Center, Layout};
@@ -53,8 +53,8 @@ impl BenchHead {
             model_window: None,
             sinks: SINKS,
             window: WINDOW,
-            budget: setting.caches.budget,
-            kv: setting.caches.kv,
+            budget: setting.budget,
+            kv: setting.kv,
         };
         let (mut retriever, fill) = new(&place, &mut rng);
         let holds_rows = setting.holds_rows();

@@ -7,10 +7,9 @@ use rand_chacha::ChaCha8Rng;
 use rayon::prelude::*;
 use serde_json::{Value, json};
 
-use super::cpu_head::BenchHead;
-use super::layer_step::{LayerSetting, ROTATED_BYTES};
-use super::product::seconds;
-use super::report::median;
+use super::head::BenchHead;
+use super::setting::{LayerSetting, ROTATED_BYTES};
+use super::{median, seconds};
 use crate::compute::attention::AHEAD;
 use crate::error::Result;
 use crate::kv::lines::AlignedVec;
@@ -74,7 +73,7 @@ pub fn scattered(bytes: usize, runs: usize) -> f64 {
 
 /// Decode steps of one layer.
 pub struct CpuSteps<'a> {
-    setting: &'a LayerSetting<'a>,
+    setting: &'a LayerSetting,
     /// Copies of a layer's heads.
     copies: Vec<Vec<BenchHead>>,
     /// Steps so far.
@@ -89,7 +88,7 @@ pub struct CpuSteps<'a> {
 
 impl<'a> CpuSteps<'a> {
     /// Prepares the steps of a setting.
-    pub fn new(setting: &'a LayerSetting<'a>) -> Result<Self> {
+    pub fn new(setting: &'a LayerSetting) -> Result<Self> {
         let new = setting.bench.heads(&setting.layer, &setting.params())?;
         let g = setting.layer.kv_heads;
         let n = setting.layer.sequences * g;
@@ -142,7 +141,7 @@ impl<'a> CpuSteps<'a> {
             head.retriever.reads(&step, chosen, &mut reads);
             self.bytes += setting.read_bytes(&reads, chosen);
             self.scored += chosen.products;
-            let (kv, d) = (setting.caches.kv, setting.layer.head_dim);
+            let (kv, d) = (setting.kv, setting.layer.head_dim);
             match setting.attends {
                 true => add_rows(&mut reads, chosen, &set, setting.group, kv, d),
                 false => reads.rows(kv, d, &[], &chosen.ranked),
@@ -161,14 +160,14 @@ impl<'a> CpuSteps<'a> {
     /// Returns the shares of what the last step read in the bytes of all keys and values. Unless the chosen positions were
     /// attended, only the rows that were read to choose count.
     pub fn shares(&self) -> Value {
-        let LayerSetting { caches, layer, .. } = self.setting;
+        let LayerSetting { kv, layer, .. } = self.setting;
         let rows = if self.setting.attends { self.counts.rows } else { 0 };
         let counts = Counts { rows, ..self.counts };
         json!({
-            "bytes_read_fraction": counts.bytes_fraction(caches.kv, layer.head_dim),
+            "bytes_read_fraction": counts.bytes_fraction(*kv, layer.head_dim),
             "granule": CPU_GRANULE,
-            "bytes_moved_fraction": counts.moved_fraction(caches.kv, layer.head_dim),
-            "scratch_bytes_fraction": counts.scratch_fraction(caches.kv, layer.head_dim),
+            "bytes_moved_fraction": counts.moved_fraction(*kv, layer.head_dim),
+            "scratch_bytes_fraction": counts.scratch_fraction(*kv, layer.head_dim),
         })
     }
 

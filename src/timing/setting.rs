@@ -1,0 +1,192 @@
+//! What decode steps of one layer with random data are made with.
+
+use ndarray::Array2;
+
+use crate::kv::{Budget, KvHead, KvType, StaticSet};
+use crate::method::bench::{Bench, TimedLayer};
+use crate::method::lfps::LfpsParams;
+use crate::method::params::MethodParams;
+use crate::method::registry::MethodName;
+use crate::method::{Choice, Ranking, Reads, Step};
+
+/// Least bytes of all copies of a layer's data, which steps read in turn; the processor's caches hold less.
+pub const ROTATED_BYTES: usize = 256 << 20;
+
+/// One combination of shape, caches and method.
+#[derive(Clone)]
+pub struct LayerSetting {
+    /// How many positions a step may choose.
+    pub budget: Budget,
+    /// Type of the cache.
+    pub kv: KvType,
+    /// Parameters of lfps.
+    pub lfps: LfpsParams,
+    /// The layer.
+    pub layer: TimedLayer,
+    /// Query heads per KV head, r.
+    pub group: usize,
+    /// The method.
+    pub method: MethodName,
+    /// Its benchmark.
+    pub bench: &'static dyn Bench,
+    /// Whether the chosen positions are attended too.
+    pub attends: bool,
+}
+
+/// First positions that are always attended, as many as in `run` by default.
+pub const SINKS: usize = 4;
+/// Last positions that are always attended, as many as in `run` by default.
+pub const WINDOW: usize = 64;
+
+impl LayerSetting {
+    /// Returns the steps of one method with default parameters that choose and attend.
+    pub fn attending(
+        (budget, kv): (Budget, KvType),
+        layer: TimedLayer,
+        group: usize,
+        method: MethodName,
+        bench: &'static dyn Bench,
+    ) -> Self {
+        Self {
+            budget,
+            kv,
+            lfps: LfpsParams::default(),
+            layer,
+            group,
+            method,
+            bench,
+            attends: true,
+        }
+    }
+
+    /// Returns the static set of the last position.
+    pub fn static_set(&self) -> StaticSet {
+        StaticSet::at(self.layer.context - 1, None, SINKS, WINDOW)
+    }
+
+    /// Describes step number `step` of a head; the queries serve in turn.
+    pub fn step<'s>(
+        &self,
+        set: &StaticSet,
+        step: usize,
+        queries: &'s [Array2<f32>],
+        kv: &'s KvHead,
+    ) -> Step<'s> {
+        let query = &queries[step % queries.len()];
+        Step {
+            step,
+            visible: set.visible(),
+            candidates: set.candidates.clone(),
+            budget: self.budget(),
+            q_pre: query.view(),
+            q_rope: query.view(),
+            kv,
+        }
+    }
+
+    /// Counts the positions that a step may choose.
+    pub fn budget(&self) -> usize {
+        self.budget.positions(self.layer.context)
+    }
+
+    /// Returns the parameters of all methods.
+    pub fn params(&self) -> MethodParams {
+        MethodParams {
+            lfps: self.lfps.clone(),
+            ..MethodParams::default()
+        }
+    }
+
+    /// Tells whether a step reads cached rows.
+    pub fn holds_rows(&self) -> bool {
+        self.attends || self.bench.reads_rows(self.kv)
+    }
+
+    /// Counts the bytes of a cached key.
+    pub fn key_bytes(&self) -> usize {
+        self.kv.bytes_per_key(self.layer.head_dim)
+    }
+
+    /// Counts the bytes of a cached key and value.
+    pub fn position_bytes(&self) -> usize {
+        self.kv.bytes_per_position(self.layer.head_dim)
+    }
+
+    /// Counts the bytes of all keys and values of one layer.
+    pub fn visible_bytes(&self) -> usize {
+        self.position_bytes() * self.layer.sequences * self.layer.kv_heads * self.layer.context
+    }
+
+    /// Counts the bytes of the cached rows of one layer; 0 if none is read.
+    pub fn row_bytes(&self) -> usize {
+        match self.holds_rows() {
+            true => self.visible_bytes(),
+            false => 0,
+        }
+    }
+
+    /// Counts the bytes of one copy of the layer's data: cached rows, and the index that a step on a GPU reads.
+    pub fn copy_bytes(&self) -> usize {
+        self.row_bytes() + self.bench.index_bytes(&self.layer)
+    }
+
+    /// Counts the copies of the layer's data that together exceed the processor's caches.
+    pub fn copies(&self) -> usize {
+        ROTATED_BYTES.div_ceil(self.copy_bytes().max(1)).clamp(2, 64)
+    }
+
+    /// Counts the bytes of all copies and of the prompts' queries, which one thread per core draws; as an f64, in which
+    /// no product overflows. The flags' limits keep all other sizes below 2^64.
+    pub fn bytes(&self) -> f64 {
+        let queries = self.group * self.lfps.lfps_rows.min(self.layer.context);
+        let drawn = 4.0 * (queries * self.layer.head_dim * rayon::current_num_threads()) as f64;
+        self.copies() as f64 * self.copy_bytes() as f64 + drawn
+    }
+
+    /// Counts the bytes that a step of one KV head reads on the CPU: the index, the keys that are ranked, and
+    /// each row that is attended once.
+    pub fn read_bytes(&self, reads: &Reads, choice: &Choice) -> usize {
+        let (ranked, attended) = match self.attends {
+            true => (
+                reads.unattended_keys,
+                self.static_set().len() + choice.positions.len(),
+            ),
+            false => (reads.keys, 0),
+        };
+        reads.index_bytes.unwrap_or(0) + self.key_bytes() * ranked + self.position_bytes() * attended
+    }
+
+    /// Counts the bytes that a step on a GPU has to move: the index, and each row that is attended once.
+    pub fn moved_bytes(&self) -> usize {
+        let set = self.static_set();
+        let attended = match self.bench.retrieves() {
+            true => set.len() + self.budget().min(set.candidates.len()),
+            false => self.layer.context,
+        };
+        self.bench.index_bytes(&self.layer) + self.row_bytes() / self.layer.context * attended
+    }
+
+    /// Names what is timed.
+    pub fn name(&self) -> String {
+        let what = if self.attends { "attend" } else { "retrieve" };
+        let how = match self.layer.ranking {
+            Ranking::Fast => "",
+            Ranking::Plain => ", plain ranking",
+        };
+        format!("{what} {}{how}", self.method.as_str())
+    }
+
+    /// Describes the sizes.
+    pub fn shape(&self) -> String {
+        let TimedLayer {
+            sequences: b,
+            kv_heads: g,
+            head_dim: d,
+            context: n,
+            ..
+        } = self.layer;
+        let (kv, budget) = (self.kv.as_str(), self.budget.value());
+        let h = self.group * g;
+        format!("batch {b}, {h}/{g} heads x {d}, {n} positions, {kv}, budget {budget}")
+    }
+}
