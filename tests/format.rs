@@ -1,6 +1,6 @@
 //! Artifacts of earlier versions: each is read as before, or refused with the command that makes it again.
 
-use crate::common::{Scratch, documents, golden, kvsmith, root};
+use crate::common::{Scratch, documents, golden, json_lines, kvsmith, root};
 use serde_json::Value;
 
 /// A file beside the artifact of format 1.
@@ -50,6 +50,43 @@ fn an_artifact_of_format_1_runs_or_is_refused_by_name() {
         // On the CPU: the tokens were recorded there.
         let found = kvsmith(&format!("{arguments} --device cpu")).json();
         assert_eq!(found["ids"], run["ids"], "{options}");
+    }
+}
+
+/// Every method reads its section as the program did that wrote it: the same tokens, and in every step, layer and KV head the same
+/// positions.
+#[test]
+fn sections_of_an_earlier_build_give_its_tokens_and_choices() {
+    let scratch = Scratch::new();
+    let (model, artifact) = (model(), fixture("all-sections.safetensors"));
+    let inspected = kvsmith(&format!("inspect {artifact} --verify --model {model} --json")).json();
+    let sections: Vec<&String> = inspected["sections"].as_object().unwrap().keys().collect();
+    let expected = [
+        "a2ats",
+        "doublesparsity",
+        "lfps",
+        "sign",
+        "tail",
+        "triattention",
+        "wpq",
+    ];
+    assert_eq!(sections, expected);
+    let runs = std::fs::read(fixture("all-sections.json")).unwrap();
+    let runs: Vec<Value> = serde_json::from_slice(&runs).unwrap();
+    assert!(runs.len() > 12, "{}", runs.len());
+    for (i, run) in runs.iter().enumerate() {
+        let options = run["options"].as_str().unwrap();
+        let (prompt, trace) = (fixture("prompt.json"), scratch.path(&format!("trace-{i}")));
+        let arguments = format!("run --model {model} --artifact {artifact} --tokens {prompt} {options}");
+        let found = kvsmith(&format!("{arguments} --device cpu --trace {trace} --json")).json();
+        assert_eq!(found["ids"], run["ids"], "{options}");
+        let trace = json_lines(&std::fs::read_to_string(trace).unwrap());
+        let chosen: Vec<&Value> = trace.iter().map(|line| &line["positions"]).collect();
+        assert_eq!(
+            chosen,
+            run["trace"].as_array().unwrap().iter().collect::<Vec<_>>(),
+            "{options}"
+        );
     }
 }
 

@@ -35,7 +35,7 @@ const FLOORS: [&[&str]; 13] = [
     &["runner"],
     &["cuda"],
     &["machine", "calibration", "timing", "estimate"],
-    // The crate's root declares modules alone; `main.rs` is beside it.
+    // The crate's root declares modules and names what is public; `main.rs` is beside it.
     &["", "cli", "cmd"],
 ];
 
@@ -337,6 +337,7 @@ fn every_way_to_name_a_file_is_an_import() {
         ),
         ("#[doc(hidden)] pub use crate::e::Thing;", vec!["e.rs"]),
         ("use crate::Thing;", vec!["lib.rs"]),
+        ("pub(in crate::internal::e) fn f() {}", vec!["e.rs"]),
         ("use std::e::Thing; fn f() { e::f() }", vec![]),
         (
             "/// See [`crate::e`].\n// crate::e::f()\n/* crate::e /* */ crate::e::f() */ fn f() {}",
@@ -365,6 +366,21 @@ fn files_of_tests_may_look_anywhere() {
         ("cli.rs", ""),
     ]);
     assert_eq!(tree.files.keys().collect::<Vec<_>>(), ["cli.rs", "compute/a.rs"]);
+}
+
+/// What an embedding program may use is named in `lib.rs` alone.
+#[test]
+fn the_crate_has_no_public_module_but_the_hidden_one() {
+    let text = std::fs::read_to_string(root().join("src/lib.rs")).unwrap();
+    let public: Vec<&str> = text.lines().filter(|line| line.starts_with("pub mod")).collect();
+    assert_eq!(public, ["pub mod internal {"]);
+    assert!(text.contains("#[doc(hidden)]\n#[path = \"\"]\npub mod internal {"));
+    let names = text.lines().skip_while(|line| !line.starts_with("pub use"));
+    let names: usize = names
+        .filter(|line| !line.starts_with("//"))
+        .map(|line| line.matches(',').count().max(1))
+        .sum();
+    assert!(names < 160, "{names} names are many to learn");
 }
 
 #[test]

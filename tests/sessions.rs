@@ -175,7 +175,9 @@ fn the_memory_of_a_sequence_is_known_before_it_is_opened() {
                     "{name}: {rows} {held_rows}"
                 );
                 assert!(held <= 1.3 * index + 64.0, "{name}: holds {held}, not {index}");
-                assert!(index <= 2.0 * held, "{name}: holds {held}, not {index}");
+                // a2ats makes its lists when a choice first reads them.
+                let most = if method.as_str() == "a2ats" { 4.0 } else { 2.0 };
+                assert!(index <= most * held, "{name}: holds {held}, not {index}");
             }
         }
     }

@@ -146,8 +146,12 @@ impl Source {
                 continue;
             }
             let end = item_end(&all, item);
-            if word_at(&all, item) == "mod" && word_at(&all, item + 2) == ";" {
-                test_modules.push(all[item + 1].text.clone());
+            let word = match word_at(&all, item) {
+                "pub" if word_at(&all, item + 1) == "(" => item + 4,
+                _ => item,
+            };
+            if word_at(&all, word) == "mod" && word_at(&all, word + 2) == ";" {
+                test_modules.push(all[word + 1].text.clone());
             }
             lines -= all[end - 1].line + 1 - all[at].line;
             at = end;
@@ -334,7 +338,11 @@ fn resolve(
     names: &BTreeMap<String, Module>,
     exists: &dyn Fn(&Module) -> bool,
 ) -> Option<Module> {
-    let (first, rest) = path.split_first()?;
+    let (first, mut rest) = path.split_first()?;
+    // The module that hides the others stands for the crate's root.
+    if first == "crate" && rest.first().is_some_and(|word| word == "internal") {
+        rest = &rest[1..];
+    }
     let base = match first.as_str() {
         "crate" | "kvsmith" => Vec::new(),
         "self" => module.to_vec(),
