@@ -101,9 +101,6 @@ PROTOCOLS = {
     "decode": "The question is fed token by token, in decode steps, so that the method must find the answer for it.",
     "prefill": "The question is fed with the prompt, as in the papers' own measurements: full attention reads it. Compare these figures with published ones.",
 }
-ONE_QUESTION = """Each text has one question, of one of these tasks of `scripts/tasks.py`; the columns of the tasks give the share
-of right answers in each.
-"""
 CLAIMS_HERE = """Each claim compares the losses of two ways of reading the cache, most of them at one budget, 6% of the positions of 2,048 tokens, where
 the two may read different shares of the bytes. It is *confirmed* if the first loses less, *not reproduced* if it loses more, and *undecided*
 otherwise, at 5% after the correction for the number of claims. That something loses *no more* can only be not refuted. [dev/results.md](dev/results.md#claims)
@@ -165,10 +162,6 @@ def all_results_page(found):
             easy = ", fed with the prompt" if document["protocol"] == "prefill" else ""
             parts += [f"### {document['length']:,} tokens, {document['questions']} questions{easy}{of_final}, 10% of the bytes\n",
                       f"{PROTOCOLS[document['protocol']]} {calibration(document)} Full attention answers {right}.\n", tables.question_table(document)]
-    if document := found["tasks-4096"]:
-        of_each = ", ".join(f"{percent(of['accuracy'])} of `{of['task']}`" for of in document["full_by_task"])
-        parts += [f"### {document['length']:,} tokens, {document['needles']} questions of other tasks, 10% of the bytes\n", ONE_QUESTION,
-                  f"Full attention answers {percent(document['full_needle_accuracy'])}: {of_each}.\n", tables.question_table(document)]
     return wrapped("\n".join(parts)).rstrip("\n") + "\n"
 
 
@@ -481,7 +474,7 @@ def rendered(found):
 
 
 def main():
-    names = {name for name, _ in TEXTS} | {"claims", "questions-4096", "questions-8192", "easy-4096", "tasks-4096", "final-questions-4096", "decode", "times", *OTHERS}
+    names = {name for name, _ in TEXTS} | {"claims", "questions-4096", "questions-8192", "easy-4096", "final-questions-4096", "decode", "times", *OTHERS}
     found = {name: documents.load(name) for name in names}
     for page, text in rendered(found).items():
         if "--check" not in sys.argv[1:]:

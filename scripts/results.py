@@ -12,7 +12,6 @@ stopped run continues. The tables:
     claims            the parts of the methods that claims are about, at a budget of 6%
     questions-4096, questions-8192     eight questions about each text, 10% of the bytes
     easy-4096         the same questions, fed with the prompt as papers do
-    tasks-4096        one question about each text, of other tasks
     wpq-bits          wpq with codes of 32 and 64 bits, on development text
     wpq-center        wpq around the path of the mean and around the mean: the error of the codes
 
@@ -44,8 +43,6 @@ BLOCKS = 20
 TASK_SEED, FINAL_SEED = 20263, 20300
 # Texts of each length, and questions about each text.
 TEXTS, ASKED = 20, 8
-# Other tasks of which full attention answers at least half, and texts of each, with one question about each text.
-TASKS, TEXTS_PER_TASK = "single,multikey,multivalue", 20
 # Methods that are fitted, whose rows in the table `long` are means over the artifacts of FITS seeds and texts.
 FITTED, FITS = ("a2ats", "lfps", "wpq"), 3
 # Sections of the artifacts that tables need besides the main one.
@@ -217,9 +214,6 @@ class Results(Lab):
             fail(f"{self.commit()} does not know --question prefill", "measure this table with a newer program")
         return self.asked("easy", length, "turns", TEXTS, options=["--question", "prefill"])
 
-    def tasks(self, length):
-        return self.asked("tasks", length, TASKS, TEXTS_PER_TASK)
-
     def claims(self):
         """Evaluate every part of a method that a claim is about, at the papers' usual budget."""
         corpus, artifact = self.of("python")
@@ -297,7 +291,7 @@ class Results(Lab):
 
 TABLES = {"text": Results.short, "long": Results.long, "same": Results.same, "claims": Results.claims,
           "questions-4096": lambda of: of.questions(4096), "questions-8192": lambda of: of.questions(8192), "easy-4096": lambda of: of.easy(4096),
-          "tasks-4096": lambda of: of.tasks(4096), "wpq-bits": Results.wpq_bits, "wpq-center": Results.wpq_center}
+          "wpq-bits": Results.wpq_bits, "wpq-center": Results.wpq_center}
 
 
 def of_artifact(rows, own, beside, same):

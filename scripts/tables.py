@@ -281,13 +281,10 @@ def scores(row):
 def question_table(document):
     """Return the table of questions: the share of right answers, and what topk answers more."""
     exact = next((row for row in document["rows"] if row["method"] == "topk" and row.get("needle_accuracy") is not None), None)
-    tasks = [of["task"] for of in document.get("full_by_task", ())]
-    # A single task is the whole table.
-    tasks = tasks if len(tasks) > 1 else []
     rows = []
     for row in document["rows"]:
         if row["budget"] is None:
-            rows.append([label(row), "", row.get("why") or f"at least {percent(row['least'])}", "", "", "", *[""] * len(tasks)])
+            rows.append([label(row), "", row.get("why") or f"at least {percent(row['least'])}", "", "", ""])
             continue
         own = scores(row)
         right = percent(row["needle_accuracy"])
@@ -297,10 +294,8 @@ def question_table(document):
             less = f"{100 * (exact['needle_accuracy'] - row['needle_accuracy']):.1f}"
             if own:
                 less += spread(paired(scores(exact), own)[1], 1, 100)
-        of_task = {of["task"]: percent(of["accuracy"]) for of in row.get("by_task", ())}
-        rows.append([label(row), budget_of(row), percent(row["bytes_read_fraction"]), percent(row.get("bytes_moved_fraction")), right, less,
-                     *(of_task.get(task, "") for task in tasks)])
-    return filled(["method", "budget", "read", "moved", "right (95%)", "points below `topk` (95%, paired)", *(f"`{task}`" for task in tasks)], rows) + missing_rows(document)
+        rows.append([label(row), budget_of(row), percent(row["bytes_read_fraction"]), percent(row.get("bytes_moved_fraction")), right, less])
+    return filled(["method", "budget", "read", "moved", "right (95%)", "points below `topk` (95%, paired)"], rows) + missing_rows(document)
 
 
 def study_table(document):
