@@ -29,7 +29,7 @@ use crate::error::Result;
 use assign::{Assigned, absorb, reassign};
 pub(crate) use assign::{CHUNK, distances_to, search};
 pub(crate) use scan::Panels;
-use scan::row;
+use scan::{FEW, row};
 
 /// Rows that are summed in f32 before the result is added to the f64 sums.
 const MOMENT_ROWS: usize = 256;
@@ -235,7 +235,7 @@ impl Points for CpuPoints {
             counts: count_codes(head.rows.iter().map(|r| r.code), head.dirty.len()),
             changed: head.dirty.contains(&true),
         };
-        Ok(self.heads.iter().map(of).collect())
+        Ok(self.heads.par_iter().map(of).collect())
     }
 
     fn clusters(&mut self, head: usize) -> Result<Clusters> {
@@ -307,6 +307,9 @@ fn move_centroids(
     dirty: &[bool],
     centroids: &mut [f32],
 ) -> Vec<bool> {
+    if dirty.len() <= FEW {
+        return move_few(x, dim, rows, dirty, centroids);
+    }
     let (starts, members) = group_by_code(rows.iter().map(|r| r.code), dirty.len());
     let each = centroids
         .par_chunks_mut(dim)
@@ -324,15 +327,53 @@ fn move_centroids(
                 *sum += f64::from(v);
             }
         }
-        let mut moved = false;
-        for (c, sum) in centroid.iter_mut().zip(sums) {
-            let mean = (*sum / members.len() as f64) as f32;
-            moved |= mean != *c;
-            *c = mean;
-        }
-        moved
+        set_mean(centroid, sums, members.len())
     });
     moves.collect()
+}
+
+/// Sets a centroid to the mean of `n` rows with these sums, and returns whether that changed it.
+fn set_mean(centroid: &mut [f32], sums: &[f64], n: usize) -> bool {
+    let mut moved = false;
+    for (c, sum) in centroid.iter_mut().zip(sums) {
+        let mean = (*sum / n as f64) as f32;
+        moved |= mean != *c;
+        *c = mean;
+    }
+    moved
+}
+
+/// Computes [`move_centroids`] for few centroids: in one pass over the rows, without sorting them.
+fn move_few(x: &[f32], dim: usize, rows: &[Assigned], dirty: &[bool], centroids: &mut [f32]) -> Vec<bool> {
+    let (mut sums, mut counts) = (vec![0.0f64; dirty.len() * dim], vec![0; dirty.len()]);
+    // Rows of few coordinates are the most, and their loops are unrolled.
+    match dim {
+        4 => add_rows::<4>(x, rows, sums.as_chunks_mut().0, &mut counts),
+        8 => add_rows::<8>(x, rows, sums.as_chunks_mut().0, &mut counts),
+        _ => {
+            for (r, x) in rows.iter().zip(x.chunks_exact(dim)) {
+                let code = r.code as usize;
+                counts[code] += 1;
+                let sums = sums[code * dim..][..dim].iter_mut();
+                sums.zip(x).for_each(|(sum, v)| *sum += f64::from(*v));
+            }
+        }
+    }
+    let each = centroids.chunks_mut(dim).zip(sums.chunks(dim));
+    let each = each.zip(counts.into_iter().zip(dirty));
+    each.map(|((centroid, sums), (n, dirty))| *dirty && n > 0 && set_mean(centroid, sums, n))
+        .collect()
+}
+
+/// Adds rows of D coordinates to the sums of their centroids, and counts them.
+fn add_rows<const D: usize>(x: &[f32], rows: &[Assigned], sums: &mut [[f64; D]], counts: &mut [usize]) {
+    for (r, x) in rows.iter().zip(x.as_chunks::<D>().0) {
+        let code = r.code as usize;
+        counts[code] += 1;
+        for l in 0..D {
+            sums[code][l] += f64::from(x[l]);
+        }
+    }
 }
 
 /// Counts the rows of each of `size` centroids.

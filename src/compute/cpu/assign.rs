@@ -2,7 +2,9 @@
 
 use rayon::prelude::*;
 
-use super::scan::{BestTwo, Panels, row, scan, score, squared_distance, with_scratch};
+use super::scan::{
+    BestTwo, FEW, Panels, row, scan, score, squared_distance, squared_distances, with_scratch,
+};
 
 /// Rows per task; a constant, because results must not depend on the number of threads.
 pub(crate) const CHUNK: usize = 512;
@@ -67,6 +69,9 @@ pub(super) fn absorb(x: &[f32], dim: usize, rows: &mut [Assigned], fresh: &[f32]
 /// but still scores above `rival`, no centroid that stayed in place is better, and the row is compared with the moved
 /// centroids only.
 pub(super) fn reassign(x: &[f32], dim: usize, rows: &mut [Assigned], centroids: &[f32], moved: &[bool]) {
+    if moved.len() <= FEW {
+        return search_all(x, dim, rows, centroids);
+    }
     let ids = 0..moved.len() as u32;
     let all = Panels::pack(centroids, dim, 0, ids.clone().collect());
     let some = Panels::pack(centroids, dim, 0, ids.filter(|&c| moved[c as usize]).collect());
@@ -114,6 +119,32 @@ pub(super) fn reassign(x: &[f32], dim: usize, rows: &mut [Assigned], centroids: 
     });
 }
 
+/// Assigns every row by a full search: with few centroids, this takes less time than finding out which rows need it.
+fn search_all(x: &[f32], dim: usize, rows: &mut [Assigned], centroids: &[f32]) {
+    let panels = Panels::pack(centroids, dim, 0, (0..(centroids.len() / dim) as u32).collect());
+    let all: Vec<u32> = (0..CHUNK as u32).collect();
+    let chunks = x.par_chunks(CHUNK * dim).zip(rows.par_chunks_mut(CHUNK));
+    chunks.for_each(|(x, rows)| {
+        let (mut codes, mut distances) = ([0; CHUNK], [0.0; CHUNK]);
+        let (codes, distances) = (&mut codes[..rows.len()], &mut distances[..rows.len()]);
+        with_scratch(|scratch| {
+            scan(x, &all[..rows.len()], &panels, scratch);
+            for (code, best) in codes.iter_mut().zip(&scratch.out) {
+                *code = best.id;
+            }
+            squared_distances(x, dim, centroids, codes, distances);
+            for ((r, best), distance) in rows.iter_mut().zip(&scratch.out).zip(distances) {
+                *r = Assigned {
+                    code: best.id,
+                    score: best.score,
+                    rival: best.second,
+                    distance: *distance,
+                };
+            }
+        });
+    });
+}
+
 /// Finds the nearest centroid of each row of a chunk `x`, `[.., d]`.
 pub(crate) fn search(x: &[f32], panels: &Panels, codes: &mut [u32]) {
     let rows: Vec<u32> = (0..codes.len() as u32).collect();
@@ -127,7 +158,5 @@ pub(crate) fn search(x: &[f32], panels: &Panels, codes: &mut [u32]) {
 
 /// Computes the squared distances of the rows of a chunk `x`, `[.., d]`, to the centroids that their codes name.
 pub(crate) fn distances_to(x: &[f32], dim: usize, centroids: &[f32], codes: &[u32], distances: &mut [f32]) {
-    for ((x, code), distance) in x.chunks_exact(dim).zip(codes).zip(distances) {
-        *distance = squared_distance(x, row(centroids, *code, dim));
-    }
+    squared_distances(x, dim, centroids, codes, distances);
 }
