@@ -88,7 +88,7 @@ pub use artifact::{
 };
 // Calibration: text or a dump in, an artifact out.
 pub use calibration::stages::Stages;
-pub use calibration::verdict::VerdictSettings;
+pub use calibration::verdict::{Judging, VerdictSettings};
 pub use calibration::{
     Calibrated, Calibration, CalibrationSettings, DumpFit, DumpSettings, RopeKind, SectionChoice, Work,
 };
@@ -135,7 +135,7 @@ pub use kv::{Budget, KvType};
 pub use runner::eval::{
     Answers, Asking, Done, Evaluation, Judgement, Needle, Question, Variant, VariantReport,
 };
-pub use runner::verdict::Wanted;
+pub use runner::verdict::{Material, Wanted};
 pub use runner::{
     Backend, Counts, DecodeOptions, Engine, Opener, SequenceId, Session, Shares, Trace, recommended,
 };

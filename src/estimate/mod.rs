@@ -38,10 +38,15 @@ pub struct Estimate<'a> {
     pub memory_bytes: usize,
     /// Bytes on the disk.
     pub disk: Disk,
-    pub(crate) memory: MemoryPlan,
-    pub(crate) fits: Vec<Box<dyn Fit>>,
-    pub(crate) sections: Vec<Section>,
-    pub(crate) judged: JudgedRows,
+    // For the plan of a calibration in shards.
+    #[doc(hidden)]
+    pub memory: MemoryPlan,
+    #[doc(hidden)]
+    pub fits: Vec<Box<dyn Fit>>,
+    #[doc(hidden)]
+    pub sections: Vec<Section>,
+    #[doc(hidden)]
+    pub judged: JudgedRows,
 }
 
 impl<'a> Estimate<'a> {
@@ -99,7 +104,7 @@ impl<'a> Estimate<'a> {
     }
 
     /// Returns the bytes of an artifact without a verdict, and of one with it if one is wanted.
-    pub(crate) fn artifacts(&self) -> [Option<usize>; 2] {
+    pub fn artifacts(&self) -> [Option<usize>; 2] {
         let plain = Disk::of(
             self.config,
             self.corpus,
