@@ -31,16 +31,18 @@ from dataclasses import dataclass, field
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 # Measured members of the JSON documents on stdout.
 TIMES = [
-    "prefill_s", "decode_s", "tokens_per_s", "seconds", "median_s", "min_s", "max_s", "upload_s", "seed_s", "pass_s", "gflops",
-    "gbytes_per_s", "peak_bytes", "read_loop_gbytes_per_s", "scattered_loop_gbytes_per_s", "bandwidth_share", "gemm_gflops",
-    "gemm_share",
+    "prefill_s", "decode_s", "tokens_per_s", "seconds", "verdict_seconds", "step_s", "full_step_s", "median_s", "min_s", "max_s",
+    "upload_s", "seed_s", "pass_s", "gflops", "gbytes_per_s", "peak_bytes", "read_loop_gbytes_per_s",
+    "scattered_loop_gbytes_per_s", "bandwidth_share", "gemm_gflops", "gemm_share",
 ]
 # Measured values in text output and random parts of temporary names, each with its replacement.
 TIMES_IN_TEXT = [
-    (r"\b\d+\.\d+ s\b", "_ s"), (r"\(\d+(\.\d+)? tokens/s\)", "(_ tokens/s)"), (r"\b\d+\.\d+ GB/s", "_ GB/s"),
+    (r"\b\d+\.\d+ s\b", "_ s"), (r"\bm(in|ax) \d+\.\d+\b", r"m\1 _"),
+    (r"\b\d+ (hours?|minutes?|seconds?) (elapsed|left)", r"_ \2"),
+    (r"\(\d+(\.\d+)? tokens/s\)", "(_ tokens/s)"), (r"\b\d+\.\d+ GB/s", "_ GB/s"),
     (r"/\.kvsmith-\w+\.part", "/.kvsmith-_.part"),
 ]
-METHODS = ["full", "topk", "random", "streaming", "quest", "snapkv", "a2ats", "selfindex", "lfps", "ctkvr"]
+METHODS = ["full", "topk", "random", "streaming", "quest", "snapkv", "a2ats", "selfindex", "lfps", "ctkvr", "wpq"]
 GOLDEN = sorted(os.listdir(os.path.join(ROOT, "tests/fixtures/golden")))
 # Paths are relative to the folder in which a program runs, so that messages name the same paths.
 LINKS = {"model": "calib-data/model", "data": "calib-data", "golden": "tests/fixtures/golden"}

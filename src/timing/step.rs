@@ -40,7 +40,7 @@ fn numbers(n: usize) -> AlignedVec<u64> {
     values
 }
 
-/// Measures a loop that reads scattered rows of `bytes`, one in [`APART`], on all threads, in GB/s. Every row is read
+/// Measures a loop that reads scattered rows of `bytes`, one in 16, on all threads, in GB/s. Every row is read
 /// before any is read again, so that none is still in the processor's caches.
 pub fn scattered(bytes: usize, runs: usize) -> f64 {
     let width = bytes / 8;
