@@ -37,10 +37,12 @@ TIMES = [
 ]
 # Measured values in text output and random parts of temporary names, each with its replacement.
 TIMES_IN_TEXT = [
+    (r"(?m)^layer \d+ \([\d-]+\): .* elapsed, .*\n", ""),
+    (r"(?s)  at \d+ positions, a step takes.*?(?=\n  \S|\Z)", "  a step takes _"),
     (r"\b\d+\.\d+ s\b", "_ s"), (r"\bm(in|ax) \d+\.\d+\b", r"m\1 _"),
     (r"\b\d+ (hours?|minutes?|seconds?) (elapsed|left)", r"_ \2"),
     (r"\(\d+(\.\d+)? tokens/s\)", "(_ tokens/s)"), (r"\b\d+\.\d+ GB/s", "_ GB/s"),
-    (r"/\.kvsmith-\w+\.part", "/.kvsmith-_.part"),
+    (r"\b\d+ GFLOP/s", "_ GFLOP/s"), (r"/\.kvsmith-\w+\.part", "/.kvsmith-_.part"),
 ]
 METHODS = ["full", "topk", "random", "streaming", "quest", "snapkv", "a2ats", "selfindex", "lfps", "ctkvr", "wpq"]
 GOLDEN = sorted(os.listdir(os.path.join(ROOT, "tests/fixtures/golden")))
