@@ -180,7 +180,9 @@ impl Ctkvr {
     }
 
     /// Adds queries `[r,d]` with their list as the newest centroid, and removes the oldest centroids beyond `capacity`.
-    fn push(&mut self, q: ArrayView2<f32>, list: Vec<u32>, capacity: usize) {
+    fn push(&mut self, q: ArrayView2<f32>, mut list: Vec<u32>, capacity: usize) {
+        // It may have been cut from a longer one, whose memory it would keep.
+        list.shrink_to_fit();
         let queries = unit_rows(q).into_iter().map(f16::from_f32).collect();
         self.centroids.push_back(Centroid { queries, list });
         while self.centroids.len() > capacity {
