@@ -181,9 +181,10 @@ impl Ctkvr {
 
     /// Adds queries `[r,d]` with their list as the newest centroid, and removes the oldest centroids beyond `capacity`.
     fn push(&mut self, q: ArrayView2<f32>, mut list: Vec<u32>, capacity: usize) {
-        // It may have been cut from a longer one, whose memory it would keep.
+        let mut queries: Vec<f16> = unit_rows(q).into_iter().map(f16::from_f32).collect();
+        // Both may have been made in a longer vector, whose memory they would keep.
         list.shrink_to_fit();
-        let queries = unit_rows(q).into_iter().map(f16::from_f32).collect();
+        queries.shrink_to_fit();
         self.centroids.push_back(Centroid { queries, list });
         while self.centroids.len() > capacity {
             self.centroids.pop_front();

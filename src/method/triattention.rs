@@ -213,7 +213,7 @@ impl Retriever for TriAttention {
     }
 
     fn bytes_for(&self, _: &Place, positions: usize) -> usize {
-        size_of::<u32>() * positions
+        size_of::<u32>() * (positions - self.first(positions.max(1)).min(positions))
     }
 
     fn state_bytes(&self) -> usize {
