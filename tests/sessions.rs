@@ -163,8 +163,8 @@ fn the_memory_of_a_sequence_is_known_before_it_is_opened() {
             for kv in [KvType::Bf16, KvType::TwoBit] {
                 let prepared = model.prepared(*method);
                 let mut engine = model.engine(prepared.as_ref(), options(Budget::Fraction(0.1), kv));
-                let [rows, index] = engine.bytes_for(N).unwrap().map(|bytes| bytes as f64);
-                let id = engine.open(N).unwrap();
+                let [rows, index] = engine.bytes_for(N + 1).unwrap().map(|bytes| bytes as f64);
+                let id = engine.open(N + 1).unwrap();
                 engine.prefill(id, &model.ids[..N]).unwrap();
                 engine.step(&[(id, 1)]).unwrap();
                 let [held_rows, held] = engine.bytes().map(|bytes| bytes as f64);
