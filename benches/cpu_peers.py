@@ -40,6 +40,8 @@ METHODS = "topk,a2ats,selfindex,lfps,ctkvr,wpq"
 # The benchmarks by which --against compares two programs.
 AGAINST = [
     ["kmeans", "--device", "cpu", "--n", 16384, "--size", 1024, "--iterations", 10, "--runs", 3],
+    # As the groups of a product quantiser of wpq: 16 words of four channels.
+    ["kmeans", "--device", "cpu", "--heads", 8, "--n", 32768, "--dim", 4, "--size", 16, "--iterations", 25, "--runs", 3],
     ["encode", "--n", 4096, "--runs", 5],
     ["prefill", "--tokens", 512, "--hidden", 2048, "--intermediate", 4096, "--runs", 3],
     ["retrieve", *LAYER, "--context", "16K", "--kv", "bf16", "--methods", METHODS],

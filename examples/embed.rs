@@ -3,7 +3,7 @@
 use std::path::Path;
 
 use kvsmith::{
-    Artifact, Calibration, CalibrationSettings, Corpus, CorpusOptions, CorpusSource, Cpu, Env, Expected,
+    Artifact, Calibration, CalibrationSettings, Corpus, CorpusOptions, CorpusSource, Cpu, Env, Extent,
     Machine, Model, Output, Result, SECTIONS, Silent, VerdictSettings, greedy, recommended,
 };
 
@@ -28,8 +28,7 @@ pub fn main() -> Result<()> {
     let artifact = Artifact::open(&path, SECTIONS)?;
     let _ = std::fs::remove_file(path); // it is open
     let (method, options) = recommended(&artifact, &model, 0)?;
-    let expected = Expected::positions(512);
-    let mut engine = machine.engine(&model.decoder, method.as_ref(), options, expected)?;
+    let mut engine = machine.engine(&model.decoder, method.as_ref(), options, &Extent::up_to(512))?;
     let tokenizer = model.tokenizer()?;
     let mut replies = Vec::new();
     for prompt in [

@@ -103,7 +103,7 @@ pub use compute::cpu::Cpu;
 pub use compute::cuda::Cuda;
 pub use compute::device::Device;
 pub use compute::{DeviceKind, Precision, Workload};
-pub use machine::{Expected, Machine, RowsIn};
+pub use machine::{Extent, Machine, RowsIn};
 // What work would take.
 pub use estimate::{CacheCost, Disk, Estimate, Serving, TimedMethod, Times, Weights};
 // What the host provides, and errors.

@@ -7,8 +7,9 @@ use crate::compute::cuda::driver::Driver;
 use crate::compute::device::Device;
 use crate::cuda::check_model;
 use crate::cuda::layers::CudaLayers;
-pub use crate::cuda::room::{Expected, RowsIn};
-use crate::cuda::room::{Extent, Source};
+pub use crate::cuda::room::Extent;
+use crate::cuda::room::Source;
+pub use crate::cuda::sequences::RowsIn;
 use crate::env::Reporter;
 use crate::error::Result;
 use crate::float::Float;
@@ -16,6 +17,9 @@ use crate::method::Method;
 use crate::model::Decoder;
 use crate::model::forward::{CpuForward, CpuLayers, Forward, Layers};
 use crate::runner::{DecodeOptions, Engine};
+
+/// What users are told where a model runs on a GPU, but its caches do not.
+pub const ON_CPU: &str = "the KV cache and the selection are on the CPU";
 
 /// A device, and how models run on it.
 #[derive(Clone, Copy)]
@@ -89,6 +93,20 @@ impl<'a> Machine<'a> {
         })
     }
 
+    /// Returns which memory holds the cached rows of a model on the GPU, and tells it if it is not the GPU's; `None` if the
+    /// method's caches and selection cannot be there and are on the CPU. `turns` says whether there may be more than one prompt.
+    pub fn rows_for(&self, method: &dyn Method, options: &DecodeOptions, turns: bool) -> Option<RowsIn> {
+        let rows = Some(self.rows).filter(|rows| rows.can(method, options, turns));
+        match rows {
+            None => self.reporter.note(ON_CPU),
+            Some(RowsIn::Host) => self
+                .reporter
+                .note("the KV cache is in the machine's memory, the index on the device"),
+            Some(RowsIn::Device) => {}
+        }
+        rows
+    }
+
     /// Opens an engine. On a GPU that can run the model, caches and selection are there too if the method can run there, and rows
     /// where the machine says; otherwise both are on the CPU.
     ///
@@ -99,28 +117,25 @@ impl<'a> Machine<'a> {
         decoder: &'l Decoder,
         method: &'l dyn Method,
         options: DecodeOptions,
-        expected: Expected,
+        extent: &Extent,
     ) -> Result<Engine<'l>>
     where
         'a: 'l,
     {
         if self.can_run(decoder)?
             && let Some(driver) = self.device.cuda()
+            && let Some(rows) = self.rows_for(method, &options, extent.later_prompts)
         {
-            if self.rows.can(method, &options, expected.later_prompts) {
-                let source = Source {
-                    driver,
-                    decoder,
-                    precision: self.precision,
-                };
-                let tell = |text: &str| self.reporter.detail(text);
-                let sequences = source.sequences(method, options, self.rows, expected, &tell)?;
-                return Ok(Engine::on_device(Box::new(sequences), options));
-            }
-            self.reporter
-                .note("the KV caches and the selection are on the CPU");
+            let source = Source {
+                driver,
+                decoder,
+                precision: self.precision,
+            };
+            let tell = |text: &str| self.reporter.detail(text);
+            let sequences = source.sequences((method, options), rows, extent, &tell)?;
+            return Ok(Engine::on_device(Box::new(sequences), options));
         }
-        let forward = self.forward(decoder, expected.prompt)?;
+        let forward = self.forward(decoder, extent.prompt.end)?;
         Ok(Engine::new(forward, method, options))
     }
 
@@ -133,10 +148,7 @@ impl<'a> Machine<'a> {
     where
         'a: 'l,
     {
-        let extent = Extent {
-            capacity: longest,
-            prompt: 0..longest,
-        };
+        let extent = Extent::up_to(longest);
         let source = |driver| Source {
             driver,
             decoder,

@@ -12,7 +12,7 @@ use crate::compute::device::Device;
 use crate::error::{Error, Result};
 use crate::kv::static_set::{SINKS, WINDOW};
 use crate::kv::{Budget, KvType};
-use crate::machine::RowsIn;
+use crate::machine::{Machine, RowsIn};
 use crate::method::declaration::Ask;
 use crate::method::params::MethodParams;
 use crate::method::registry::MethodName;
@@ -118,6 +118,14 @@ impl Reading {
         match self.kv {
             Some(Kv::Host) => RowsIn::Host,
             _ => RowsIn::Device,
+        }
+    }
+
+    /// Returns the device with the memory that holds the cached rows.
+    pub(super) fn machine<'a>(&self, global: &Global, device: &'a dyn Device, log: &'a Log) -> Machine<'a> {
+        Machine {
+            rows: self.rows(),
+            ..global.machine(device, log)
         }
     }
 

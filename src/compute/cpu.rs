@@ -14,7 +14,8 @@
 //! independent of each other, and every sum has a fixed order.
 
 mod assign;
-pub(crate) mod scan;
+pub(crate) mod distances;
+mod scan;
 
 use std::ops::Range;
 

@@ -1,6 +1,6 @@
 //! The k-means++ draws on the host, for devices that keep a copy of the distances there.
 
-use super::cpu::scan::squared_distance;
+use super::cpu::distances::squared_distance;
 
 /// The running sums of the distances. Rows are drawn from it with probabilities proportional to their distances.
 pub struct Wheel {

@@ -27,8 +27,8 @@ use crate::method::cuda::{CudaIndex, CudaNeeds, CudaStep, Indexes, OnDevice, TAL
 use crate::method::{CUDA_GRANULE, Method, Reads};
 use crate::runner::{Backend, Counts, DecodeOptions, Shares, StepAt, Trace};
 
-/// A model with its caches and indexes on the device. Several backends may share the weights. It holds one sequence for a session, or several sequences that
-/// [`CudaBackend::feed`] and [`CudaBackend::advance`] continue together.
+/// A model with its caches and indexes on the device. It holds one sequence for a session, or several sequences that
+/// [`CudaBackend::feed`] and [`CudaBackend::advance`] continue together. Several backends may share the weights.
 pub struct CudaBackend<'a> {
     model: DeviceModel<'a>,
     options: DecodeOptions,

@@ -4,7 +4,8 @@
 //! the buffers that the rows of a layer need. Sessions run on [`backend::CudaBackend`], with the caches on the device,
 //! or on [`host::HostBackend`], with the caches in host memory. [`forward::CudaForward`] runs prompts and tokens for
 //! caches on the CPU, and [`layers::CudaLayers`] runs calibration text with one layer's weights on the device at a
-//! time. [`room::Source`] opens them if they fit into the device's memory.
+//! time. [`room::Source`] opens them if they fit into the device's memory; [`sequences::Sequences`] opens several over the
+//! same weights.
 
 pub mod backend;
 mod body;
@@ -18,6 +19,7 @@ mod model;
 mod prompt;
 pub mod room;
 pub mod sample;
+pub mod sequences;
 mod sizes;
 mod step;
 mod weights;

@@ -4,10 +4,9 @@
 use std::ops::Range;
 use std::sync::Arc;
 
-use super::backend::CudaBackend;
 use super::body::Body;
 use super::forward::CudaForward;
-use super::host::HostBackend;
+use super::sequences::{RowsIn, Sequences};
 use crate::compute::Precision;
 use crate::compute::cuda::driver::Driver;
 use crate::compute::cuda::ledger::{Ledger, Needs};
@@ -15,7 +14,7 @@ use crate::env;
 use crate::error::{Error, Result};
 use crate::method::Method;
 use crate::model::Decoder;
-use crate::runner::{Backend, DecodeOptions, Opener, room};
+use crate::runner::{Backend, DecodeOptions};
 
 /// A checkpoint and the device that is to run it.
 #[derive(Clone, Copy)]
@@ -28,18 +27,29 @@ pub struct Source<'a> {
     pub precision: Precision,
 }
 
-/// The positions that a session's memory must suffice for.
+/// The positions that the memory of a session, or of each sequence of an engine, must suffice for.
 #[derive(Clone, Debug)]
 pub struct Extent {
     /// Most positions in the caches.
     pub capacity: usize,
     /// The positions of the prompt that takes the most memory.
     pub prompt: Range<usize>,
+    /// Whether there may be more than one prompt, which some indexes on a GPU cannot take in.
+    pub later_prompts: bool,
 }
 
 impl Extent {
+    /// Takes up to so many positions, of which prompts may be any part.
+    pub fn up_to(positions: usize) -> Self {
+        Self {
+            capacity: positions,
+            prompt: 0..positions,
+            later_prompts: true,
+        }
+    }
+
     /// Returns the positions of the prompt within a capacity that may be smaller.
-    fn prompt_within(&self, capacity: usize) -> Range<usize> {
+    pub(super) fn prompt_within(&self, capacity: usize) -> Range<usize> {
         let end = self.prompt.end.min(capacity);
         end - self.prompt.len().min(end)..end
     }
@@ -49,52 +59,53 @@ impl Extent {
 pub type Rehearsal<'r> = dyn for<'d> Fn(&'d dyn Driver, usize) -> Result<()> + 'r;
 
 impl<'a> Source<'a> {
-    /// Opens a session with caches and indexes on the device. `tell` gets a line that says what it needs.
+    /// Opens a session with the index on the device and its rows there too or in host memory, where space for `expected`
+    /// positions is reserved from the start. `tell` gets a line that says what it needs of the device's memory.
     ///
     /// # Errors
-    /// The device has less free memory than the session needs; those of [`CudaBackend::new`].
+    /// The device has less free memory than the session needs; those of [`RowsIn::open`].
     pub fn session(
         &self,
-        method: &dyn Method,
-        options: DecodeOptions,
-        extent: &Extent,
-        tell: &dyn Fn(&str),
-    ) -> Result<CudaBackend<'a>> {
-        let rehearse = |driver: &dyn Driver, capacity: usize| {
-            let body = Body::load(driver, self.decoder, self.precision)?;
-            let backend = CudaBackend::new(body, method, options, 1, capacity)?;
-            backend.rehearse(extent.prompt_within(capacity))
-        };
-        let hint = "give fewer tokens, or keep the cache in the machine's memory with ⟨kv=host⟩";
-        tell(&check(self.driver, extent.capacity, &rehearse, hint)?);
-        CudaBackend::new(self.load()?, method, options, 1, extent.capacity)
-    }
-
-    /// Opens a session with caches in host memory, with space for `expected` positions from the start, and indexes on
-    /// the device. `tell` gets a line that says what it needs of the device's memory.
-    ///
-    /// # Errors
-    /// The device has less free memory than the session needs; those of [`HostBackend::new`].
-    pub fn host_session(
-        &self,
-        method: &dyn Method,
-        options: DecodeOptions,
+        (method, options): (&dyn Method, DecodeOptions),
+        rows: RowsIn,
         expected: usize,
         extent: &Extent,
         tell: &dyn Fn(&str),
-    ) -> Result<HostBackend<'a>> {
+    ) -> Result<Box<dyn Backend + 'a>> {
+        tell(&self.check((method, options), rows, extent)?);
+        rows.open(self.load()?, (method, options), [expected, extent.capacity])
+    }
+
+    /// Copies the weights to the device, to open sequences there one by one. `tell` gets a line that says what the weights and
+    /// one sequence of the extent need.
+    ///
+    /// # Errors
+    /// As [`Source::session`].
+    pub fn sequences(
+        &self,
+        (method, options): (&'a dyn Method, DecodeOptions),
+        rows: RowsIn,
+        extent: &Extent,
+        tell: &dyn Fn(&str),
+    ) -> Result<Sequences<'a>> {
+        tell(&self.check((method, options), rows, extent)?);
+        let body = self.load()?;
+        Ok(Sequences::new(
+            *self,
+            body,
+            (method, options),
+            rows,
+            extent.clone(),
+        ))
+    }
+
+    /// Checks that the weights and a session fit.
+    fn check(&self, with: (&dyn Method, DecodeOptions), rows: RowsIn, extent: &Extent) -> Result<String> {
         let rehearse = |driver: &dyn Driver, capacity: usize| {
-            let body = Body::load(driver, self.decoder, self.precision)?;
-            let backend = HostBackend::new(body, method, options, [0, capacity])?;
-            backend.rehearse(extent.prompt_within(capacity))
+            let body = Arc::new(Body::load(driver, self.decoder, self.precision)?);
+            rows.rehearse(body, with, capacity, extent.prompt_within(capacity))
         };
-        tell(&check(
-            self.driver,
-            extent.capacity,
-            &rehearse,
-            "give fewer tokens",
-        )?);
-        HostBackend::new(self.load()?, method, options, [expected, extent.capacity])
+        check(self.driver, extent.capacity, &rehearse, rows.hint())
     }
 
     /// Opens the model alone, with caches and indexes on the CPU. `tell` gets a line that says what it needs.
@@ -115,172 +126,8 @@ impl<'a> Source<'a> {
         CudaForward::new(self.driver, self.decoder, self.precision)
     }
 
-    /// Copies the weights to the device, to open sequences there one by one. `tell` gets a line that says what the weights and
-    /// one sequence of the expected length need.
-    ///
-    /// # Errors
-    /// As [`Source::session`].
-    pub fn sequences(
-        &self,
-        method: &'a dyn Method,
-        options: DecodeOptions,
-        rows: RowsIn,
-        expected: Expected,
-        tell: &dyn Fn(&str),
-    ) -> Result<Sequences<'a>> {
-        let rehearse = |driver: &dyn Driver, capacity: usize| {
-            let body = Arc::new(Body::load(driver, self.decoder, self.precision)?);
-            let prompt = expected.prompt.min(capacity);
-            rehearse(&body, method, options, rows, [capacity, prompt])
-        };
-        tell(&check(self.driver, expected.positions, &rehearse, rows.hint())?);
-        Ok(Sequences {
-            source: *self,
-            body: Arc::new(self.load()?),
-            method,
-            options,
-            rows,
-            expected,
-        })
-    }
-
-    fn load(&self) -> Result<Body<'a>> {
-        Body::load(self.driver, self.decoder, self.precision)
-    }
-}
-
-/// What is expected of the sequences of an engine.
-#[derive(Clone, Copy, Debug)]
-pub struct Expected {
-    /// Positions of the longest sequence.
-    pub positions: usize,
-    /// Tokens of the longest prompt.
-    pub prompt: usize,
-    /// Whether sequences may have more than one prompt, which some indexes on a GPU cannot take in.
-    pub later_prompts: bool,
-}
-
-impl Expected {
-    /// Expects sequences of up to so many positions, of which prompts may be any part.
-    pub fn positions(positions: usize) -> Self {
-        Self {
-            positions,
-            prompt: positions,
-            later_prompts: true,
-        }
-    }
-}
-
-/// The memory that holds the cached rows of a model on a GPU.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum RowsIn {
-    /// The GPU's.
-    Device,
-    /// The machine's, while the index is on the GPU.
-    Host,
-}
-
-impl RowsIn {
-    /// Returns whether caches and selection of the method can be there; `turns` says whether a sequence may have more than one
-    /// prompt.
-    pub fn can(self, method: &dyn Method, options: &DecodeOptions, turns: bool) -> bool {
-        match self {
-            Self::Device => CudaBackend::can(method, options, turns),
-            Self::Host => HostBackend::can(method, options, turns),
-        }
-    }
-
-    fn hint(self) -> &'static str {
-        match self {
-            Self::Device => "give fewer tokens, or keep the cache in the machine's memory with ⟨kv=host⟩",
-            Self::Host => "give fewer tokens",
-        }
-    }
-}
-
-/// Allocates a sequence's caches and indexes and what its prompt takes, and frees them.
-fn rehearse<'d>(
-    body: &Arc<Body<'d>>,
-    method: &dyn Method,
-    options: DecodeOptions,
-    rows: RowsIn,
-    [capacity, prompt]: [usize; 2],
-) -> Result<()> {
-    match rows {
-        RowsIn::Device => {
-            CudaBackend::new(Arc::clone(body), method, options, 1, capacity)?.rehearse(0..prompt)
-        }
-        RowsIn::Host => {
-            HostBackend::new(Arc::clone(body), method, options, [0, capacity])?.rehearse(0..prompt)
-        }
-    }
-}
-
-/// A model whose weights are on the device once, for any number of sequences, each with caches and buffers of its own.
-pub struct Sequences<'a> {
-    source: Source<'a>,
-    body: Arc<Body<'a>>,
-    method: &'a dyn Method,
-    options: DecodeOptions,
-    rows: RowsIn,
-    expected: Expected,
-}
-
-impl Sequences<'_> {
-    /// Returns what a sequence needs of the device's memory besides the weights.
-    fn needs(&self, capacity: usize) -> Result<Needs> {
-        let prompt = self.expected.prompt.min(capacity);
-        let make = |driver: &dyn Driver, capacity: usize| {
-            let body = Arc::new(Body::load(driver, self.source.decoder, self.source.precision)?);
-            rehearse(&body, self.method, self.options, self.rows, [capacity, prompt])
-        };
-        let needs = rehearsed(self.source.driver, capacity, &make)?;
-        Ok(Needs { weights: 0, ..needs })
-    }
-}
-
-impl<'a> Opener<'a> for Sequences<'a> {
-    fn decoder(&self) -> &Decoder {
-        self.source.decoder
-    }
-
-    fn takes_later_prompts(&self) -> bool {
-        self.expected.later_prompts
-    }
-
-    fn bytes_for(&self, capacity: usize) -> Result<[usize; 2]> {
-        let needs = self.needs(capacity)?;
-        let rows = match self.rows {
-            RowsIn::Device => 0,
-            RowsIn::Host => room::row_bytes(&self.source.decoder.config, &self.options, capacity),
-        };
-        Ok([needs.caches as usize + rows, needs.indexes as usize])
-    }
-
-    fn check_room(&self, capacity: usize) -> Result<()> {
-        if self.rows == RowsIn::Host {
-            let config = &self.source.decoder.config;
-            room::check(room::row_bytes(config, &self.options, capacity), 0)?;
-        }
-        let (needs, free) = (self.needs(capacity)?, self.source.driver.free_bytes()?);
-        match needs.total() <= free {
-            true => Ok(()),
-            false => Err(Error::gpu_memory(format_args!(
-                "{}, but only {} are free",
-                listed(&needs, capacity),
-                shown(free, false)
-            ))
-            .hint("give fewer tokens, or fewer sequences at a time")),
-        }
-    }
-
-    fn open(&self, capacity: usize) -> Result<Box<dyn Backend + 'a>> {
-        self.check_room(capacity)?;
-        let (body, method, options) = (Arc::clone(&self.body), self.method, self.options);
-        Ok(match self.rows {
-            RowsIn::Device => Box::new(CudaBackend::new(body, method, options, 1, capacity)?),
-            RowsIn::Host => Box::new(HostBackend::new(body, method, options, [capacity; 2])?),
-        })
+    fn load(&self) -> Result<Arc<Body<'a>>> {
+        Ok(Arc::new(Body::load(self.driver, self.decoder, self.precision)?))
     }
 }
 
@@ -314,7 +161,7 @@ pub fn check(driver: &dyn Driver, capacity: usize, make: &Rehearsal<'_>, hint: &
     .hint(hint))
 }
 
-fn rehearsed(driver: &dyn Driver, capacity: usize, make: &Rehearsal<'_>) -> Result<Needs> {
+pub(super) fn rehearsed(driver: &dyn Driver, capacity: usize, make: &Rehearsal<'_>) -> Result<Needs> {
     env::check()?;
     let ledger = Ledger::new(driver);
     make(&ledger, capacity)?;
@@ -359,12 +206,6 @@ fn listed(needs: &Needs, capacity: usize) -> String {
     let up = |bytes| shown(bytes, true);
     let (weights, workspaces, total) = (up(needs.weights), up(needs.workspaces), up(needs.total()));
     match (needs.caches, needs.indexes) {
-        _ if needs.weights == 0 => format!(
-            "the KV cache of a sequence of {capacity} positions needs {}, its index {} and its workspaces {workspaces}, \
-             together {total}",
-            up(needs.caches),
-            up(needs.indexes)
-        ),
         (0, 0) => format!(
             "the model's weights need {weights} and the workspaces of {capacity} positions {workspaces}, together {total}"
         ),
@@ -378,7 +219,7 @@ fn listed(needs: &Needs, capacity: usize) -> String {
 }
 
 /// Formats an amount of memory, rounded up or down.
-fn shown(bytes: u64, up: bool) -> String {
+pub(super) fn shown(bytes: u64, up: bool) -> String {
     let (unit, name, steps) = match bytes {
         0..0x4000_0000 => (1u64 << 20, "MiB", 10),
         _ => (1 << 30, "GiB", 100),

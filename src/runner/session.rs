@@ -77,11 +77,11 @@ pub struct Session<'a> {
 impl<'a> Session<'a> {
     /// Starts a session on a backend whose caches are empty.
     pub fn new(backend: impl Backend + 'a) -> Self {
-        Self::of(Box::new(backend))
+        Self::boxed(Box::new(backend))
     }
 
     /// Starts a session on a backend whose caches are empty.
-    pub(super) fn of(backend: Box<dyn Backend + 'a>) -> Self {
+    pub fn boxed(backend: Box<dyn Backend + 'a>) -> Self {
         Self {
             backend,
             positions: 0,

@@ -207,7 +207,7 @@ pub fn batch(driver: &Path) {
         let all = batch(&format!("{name}-all"), 1000, 3);
         let said = all.outcome.stderr.clone();
         assert_eq!(all.outcome.json()["batch"]["replies"], 3, "{said}");
-        let fell_back = said.contains("the KV caches and the selection are on the CPU");
+        let fell_back = said.contains("the KV cache and the selection are on the CPU");
         assert_eq!(fell_back, where_ == "cpu", "{said}");
         let replies = |out: &str| -> Vec<(u64, serde_json::Value)> {
             let text = std::fs::read_to_string(at.join(out)).unwrap();

@@ -6,7 +6,8 @@ use kvsmith::internal::compute::cuda::ledger::Ledger;
 use kvsmith::internal::cuda::Body;
 use kvsmith::internal::cuda::backend::CudaBackend;
 use kvsmith::internal::cuda::host::HostBackend;
-use kvsmith::internal::cuda::room::{Expected, RowsIn, Source};
+use kvsmith::internal::cuda::room::{Extent, Source};
+use kvsmith::internal::cuda::sequences::RowsIn;
 use kvsmith::internal::kv::KvType;
 use kvsmith::internal::kv::sample::{Sampler, Sampling, greedy};
 use kvsmith::internal::method::Method;
@@ -81,12 +82,12 @@ fn on_device<'a>(
         decoder: &golden.decoder,
         precision: Precision::F32,
     };
-    let expected = Expected {
-        positions: 24,
-        prompt: 12,
+    let extent = Extent {
+        capacity: 24,
+        prompt: 0..12,
         later_prompts: false,
     };
-    let opener = source.sequences(method, options, rows, expected, &|_| ());
+    let opener = source.sequences((method, options), rows, &extent, &|_| ());
     Engine::on_device(Box::new(opener.unwrap()), options)
 }
 

@@ -16,7 +16,7 @@ use crate::cmd::print_json;
 use crate::cmd::reading::Reading;
 use crate::error::{Error, ErrorKind, Result};
 use crate::kv::sample::Sampler;
-use crate::machine::{Expected, Machine, RowsIn};
+use crate::machine::{Extent, RowsIn};
 use crate::model::tokenizer::Tokenizer;
 use crate::runner::{Counts, Engine, SequenceId};
 use crate::store::hex;
@@ -66,17 +66,14 @@ impl Batch<'_> {
         let bad_lines = prompts.skipped.len();
         let (start, mut made) = (Instant::now(), Made::default());
         if !prompts.all.is_empty() {
-            let machine = Machine {
-                rows: args.reading.rows(),
-                ..global.machine(self.0.opened.device, &log)
-            };
+            let machine = args.reading.machine(global, self.0.opened.device, &log);
             let (method, options) = (self.0.method, self.0.options);
-            let expected = Expected {
-                positions: prompts.longest(),
-                prompt: prompts.longest_prompt(),
+            let extent = Extent {
+                capacity: prompts.longest(),
+                prompt: 0..prompts.longest_prompt(),
                 later_prompts: false,
             };
-            let mut engine = machine.engine(decoder, method, options, expected)?;
+            let mut engine = machine.engine(decoder, method, options, &extent)?;
             self.answer(prompts, &mut engine, &mut replies, &mut made)?;
         }
         let seconds = start.elapsed().as_secs_f64();

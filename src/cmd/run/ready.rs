@@ -13,7 +13,7 @@ use crate::cuda::ROWS;
 use crate::cuda::room::{Extent, Source};
 use crate::error::Result;
 use crate::kv::sample::Sampler;
-use crate::machine::RowsIn;
+use crate::machine::ON_CPU;
 use crate::method::Method;
 use crate::model::Decoder;
 use crate::runner::{CpuBackend, DecodeOptions, Session};
@@ -144,36 +144,26 @@ fn open_session<'a>(
     };
     // Caches and indexes on the device do not grow.
     let expected = known + args.max_new;
-    let extent = match args.chat {
+    let (capacity, prompt) = match args.chat {
         true => {
             let capacity = expected.max(decoder.config.max_position_embeddings);
             // How long messages will be is not known; the last one ends the context.
-            let prompt = capacity - known.max(ROWS).min(capacity)..capacity;
-            Extent { capacity, prompt }
+            (capacity, capacity - known.max(ROWS).min(capacity)..capacity)
         }
-        false => Extent {
-            capacity: expected,
-            prompt: 0..known,
-        },
+        false => (expected, 0..known),
+    };
+    let extent = Extent {
+        capacity,
+        prompt,
+        later_prompts: args.chat,
     };
     let tell = |text: &str| log.detail(text);
-    let rows = args.reading.rows();
-    match rows {
-        _ if !rows.can(method, &options, args.chat) => {
-            let fallback = "the KV cache and the selection are on the CPU";
-            log.note(fallback);
-            let forward = Box::new(source.forward(&extent, &tell)?);
-            let backend = CpuBackend::new(forward, method, options, reserved);
-            Ok((Session::new(backend), Some(fallback)))
-        }
-        RowsIn::Device => {
-            let backend = source.session(method, options, &extent, &tell)?;
-            Ok((Session::new(backend), None))
-        }
-        RowsIn::Host => {
-            log.note("the KV cache is in the machine's memory, the index on the device");
-            let backend = source.host_session(method, options, expected, &extent, &tell)?;
-            Ok((Session::new(backend), None))
-        }
-    }
+    let machine = args.reading.machine(global, device, &log);
+    let Some(rows) = machine.rows_for(method, &options, args.chat) else {
+        let forward = Box::new(source.forward(&extent, &tell)?);
+        let backend = CpuBackend::new(forward, method, options, reserved);
+        return Ok((Session::new(backend), Some(ON_CPU)));
+    };
+    let backend = source.session((method, options), rows, expected, &extent, &tell)?;
+    Ok((Session::boxed(backend), None))
 }

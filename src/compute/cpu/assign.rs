@@ -2,9 +2,8 @@
 
 use rayon::prelude::*;
 
-use super::scan::{
-    BestTwo, FEW, Panels, row, scan, score, squared_distance, squared_distances, with_scratch,
-};
+use super::distances::{squared_distance, squared_distances};
+use super::scan::{BestTwo, FEW, Panels, row, scan, score, with_scratch};
 
 /// Rows per task; a constant, because results must not depend on the number of threads.
 pub(crate) const CHUNK: usize = 512;

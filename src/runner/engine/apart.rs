@@ -23,23 +23,37 @@ pub trait Opener<'a> {
     /// Sizes that the device does not support.
     fn bytes_for(&self, capacity: usize) -> Result<[usize; 2]>;
 
-    /// Checks that there is memory for another sequence of up to `capacity` positions.
+    /// Checks that there is memory for another sequence of up to `capacity` positions, if the open ones will still take
+    /// `to_come` positions.
     ///
     /// # Errors
     /// The device, or the machine, has too little free memory.
-    fn check_room(&self, capacity: usize) -> Result<()>;
+    fn check_room(&self, capacity: usize, to_come: usize) -> Result<()>;
 
     /// Opens a sequence with empty caches for up to `capacity` positions.
     ///
     /// # Errors
-    /// As [`Opener::check_room`]; sizes that the device does not support.
+    /// Out of memory; sizes that the device does not support.
     fn open(&self, capacity: usize) -> Result<Box<dyn Backend + 'a>>;
 }
 
 /// The sessions of a device.
 pub(super) struct Apart<'a> {
     pub opener: Box<dyn Opener<'a> + 'a>,
-    pub sessions: BTreeMap<SequenceId, Session<'a>>,
+    pub sessions: BTreeMap<SequenceId, Opened<'a>>,
+}
+
+/// A session, and the positions that it was opened for.
+pub(super) struct Opened<'a> {
+    session: Session<'a>,
+    capacity: usize,
+}
+
+impl<'a> Apart<'a> {
+    fn session(&mut self, id: SequenceId) -> Result<&mut Session<'a>> {
+        let opened = self.sessions.get_mut(&id);
+        opened.map(|of| &mut of.session).ok_or_else(|| id.unknown())
+    }
 }
 
 impl Pool for Apart<'_> {
@@ -60,12 +74,15 @@ impl Pool for Apart<'_> {
     }
 
     fn check_room(&self, capacity: usize) -> Result<()> {
-        self.opener.check_room(capacity)
+        let left = |of: &Opened| of.capacity.saturating_sub(of.session.positions());
+        let to_come = self.sessions.values().map(left).fold(0, usize::saturating_add);
+        self.opener.check_room(capacity, to_come)
     }
 
     fn open(&mut self, id: SequenceId, capacity: usize) -> Result<()> {
-        let backend = self.opener.open(capacity)?;
-        self.sessions.insert(id, Session::of(backend));
+        self.check_room(capacity)?;
+        let session = Session::boxed(self.opener.open(capacity)?);
+        self.sessions.insert(id, Opened { session, capacity });
         Ok(())
     }
 
@@ -78,35 +95,30 @@ impl Pool for Apart<'_> {
     }
 
     fn prompt(&mut self, id: SequenceId, ids: &[u32]) -> Result<Array1<f32>> {
-        let session = self.sessions.get_mut(&id).ok_or_else(|| id.unknown())?;
-        session.prefill(ids)
+        self.session(id)?.prefill(ids)
     }
 
     fn step(&mut self, tokens: &[(SequenceId, u32)]) -> Result<Vec<Array1<f32>>> {
-        let mut logits = Vec::with_capacity(tokens.len());
-        for (id, token) in tokens {
-            let session = self.sessions.get_mut(id).ok_or_else(|| id.unknown())?;
-            logits.push(session.step(*token)?);
-        }
-        Ok(logits)
+        let step = |(id, token): &(SequenceId, u32)| self.session(*id)?.step(*token);
+        tokens.iter().map(step).collect()
     }
 
     fn state(&self, id: SequenceId) -> Result<Option<State>> {
-        let state = |of: &Session| {
+        let state = |Opened { session, .. }: &Opened| {
             Ok(State {
-                shares: of.shares()?,
-                counts: of.counts()?,
+                shares: session.shares()?,
+                counts: session.counts()?,
             })
         };
         self.sessions.get(&id).map(state).transpose()
     }
 
     fn positions(&self, id: SequenceId) -> Option<usize> {
-        self.sessions.get(&id).map(Session::positions)
+        self.sessions.get(&id).map(|of| of.session.positions())
     }
 
     fn bytes(&self) -> [usize; 2] {
-        let sessions = || self.sessions.values();
+        let sessions = || self.sessions.values().map(|of| &of.session);
         [
             sessions().map(Session::kv_bytes).sum(),
             sessions().map(Session::index_bytes).sum(),
