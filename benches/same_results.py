@@ -435,15 +435,15 @@ def compare(programs, folders, args):
 
 # Where the script must find a difference, and between which two commands; "nowhere" if there is none.
 PAIRS = [
-    ("art.st, tensor a2ats.codebook, byte", f"calibrate --model model {TEXT} --max-tokens 1024 --uuid-tokens 0 --size 16 --seed {{0|1}} -o art.st"),
-    ("art.st, manifest.sections.a2ats", f"calibrate --model model {TEXT} --max-tokens 1024 --uuid-tokens 0 --size 2 --iterations {{90|91}} -o art.st"),
+    ("art.st, tensor a2ats.codebook, byte", f"calibrate --model model {TEXT} --max-tokens 1024 --uuid-tokens 0 --size 16 --no-verdict --seed {{0|1}} -o art.st"),
+    ("art.st, manifest.sections.a2ats", f"calibrate --model model {TEXT} --max-tokens 1024 --uuid-tokens 0 --size 2 --no-verdict --iterations {{90|91}} -o art.st"),
     ("dump/layer-00000.safetensors, tensor k_pre, byte", f"dump --model model {TEXT} --max-tokens 256 --uuid-tokens 256 --seed {{0|1}} -o dump -q"),
     ("files [", "calibrate --model golden/qwen2_bias --tokens ids.json --size 4 -o {a|b}.st -q"),
     ("stdout, line 1, .ids[", "run --model model --prompt Lo --max-new 8 --temperature 1 --seed {0|1} --ignore-eos --json"),
     ("stdout, line 1: ", "run --model model --prompt Lo --max-new 8 --temperature 1 --seed {0|1} --ignore-eos"),
     ("t.jsonl, line 1, .positions: ", "run --model model --prompt-file data/demo-prompt.txt --method topk --budget {9|10} --max-new 3 --ignore-eos --trace t.jsonl -q"),
     ("stdout, line 1, .rows[0].", "eval --model golden/qwen2_bias --tokens ids.json --methods topk --budgets 4 --decode {8|9} --window 4 --json -q"),
-    ("stderr, line 2: ", "inspect {none|nine}.st"),
+    ("stderr, line 1: ", "inspect {none|nine}.st"),
     ("exit code 1 is now 2", "inspect none.st {-q|-x}"),
     ("nowhere", "run --model model --prompt Lo --max-new 8 --ignore-eos --json"),
 ]
