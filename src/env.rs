@@ -1,16 +1,6 @@
 //! What the library asks of its host: whom to tell how work goes, when to stop it, and what it may start.
 //!
-//! Nothing here is state of the process. A host that does several things at a time gives each an [`Env`] of its own:
-//!
-//! ```
-//! use kvsmith::env::{self, Cancel, Env};
-//!
-//! let env = Env::default();
-//! let cancel: Cancel = env.cancel.clone(); // for another thread
-//! cancel.cancel();
-//! assert!(env.during(env::check).is_err());
-//! assert!(env::check().is_ok()); // other work goes on
-//! ```
+//! Nothing here is state of the process. A host that does several things at a time gives each an [`Env`] of its own.
 
 use std::any::Any;
 use std::cell::RefCell;
@@ -120,6 +110,23 @@ pub enum Isolation {
 }
 
 /// The surroundings of a piece of work.
+///
+/// ```
+/// use kvsmith::{Corpus, CorpusOptions, CorpusSource, Env, ErrorKind, Model};
+///
+/// let model = Model::open("calib-data/model".as_ref())?;
+/// let text = CorpusSource::text(["calib-data/text.txt".into()]);
+/// let mut cut = CorpusOptions::default();
+/// (cut.seq_len, cut.max_tokens) = (Some(64), 256);
+/// let read = || Corpus::load(&model.path, model.config(), &text, &cut);
+///
+/// let env = Env::default();
+/// let cancel = env.cancel.clone(); // for another thread
+/// cancel.cancel();
+/// assert_eq!(env.during(read).unwrap_err().kind(), ErrorKind::Interrupted);
+/// assert!(read().is_ok()); // other work goes on
+/// # Ok::<(), kvsmith::Error>(())
+/// ```
 #[derive(Clone, Debug, Default)]
 pub struct Env {
     /// Stops the work.
