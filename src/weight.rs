@@ -6,6 +6,7 @@ use std::ops::Range;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
+use half::bf16;
 use memmap2::{Advice, UncheckedAdvice};
 use ndarray::ArrayView2;
 
@@ -167,6 +168,19 @@ impl Weight {
         &self.file.map[first..first + size]
     }
 
+    /// Returns the values in bf16, if they are stored so and their bytes are aligned.
+    pub fn bf16_rows(&self) -> Option<Bf16Rows<'_>> {
+        let Stored::Float(Float::Bf16) = self.stored else {
+            return None;
+        };
+        let bytes = &self.file.map[self.start..self.start + self.bytes()];
+        Some(Bf16Rows {
+            values: bytemuck::try_cast_slice(bytes).ok()?,
+            cols: self.cols,
+            alternating: self.alternating,
+        })
+    }
+
     /// Returns the stored bytes that have the values `columns` of a row.
     pub fn part(&self, row: usize, columns: Range<usize>) -> &[u8] {
         let bytes = self.row_bytes(row);
@@ -246,6 +260,21 @@ impl Weight {
             .file
             .map
             .advise_range(Advice::Random, self.start, self.bytes());
+    }
+}
+
+/// The rows of a weight that is stored in bf16.
+pub struct Bf16Rows<'a> {
+    values: &'a [bf16],
+    cols: usize,
+    alternating: Option<usize>,
+}
+
+impl<'a> Bf16Rows<'a> {
+    /// Returns a row.
+    #[inline]
+    pub fn row(&self, row: usize) -> &'a [bf16] {
+        &self.values[stored_row(row, self.alternating) * self.cols..][..self.cols]
     }
 }
 

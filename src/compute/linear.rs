@@ -6,8 +6,8 @@ use ndarray::{ArrayView2, ArrayViewMut2, Axis, s};
 use rayon::prelude::*;
 
 use super::blocks::{PANEL, PANELS, PanelLine, Row, SIDE, TILE, multiply, transpose};
+use super::few::{self, Input};
 use super::{pieces, simd, team};
-use crate::float::Float;
 use crate::prefetch::prefetch;
 use crate::quant::{RoundedRow, dots};
 use crate::weight::{Stored, Weight};
@@ -125,6 +125,16 @@ impl Linear {
 
     /// Computes the output channels from `first` on of few rows.
     fn few_channels(&self, rows: &FewRows, first: usize, mut out: ArrayViewMut2<f32>) {
+        if let Some(weights) = self.weight.bf16_rows() {
+            few::products(&weights, first, &rows.inputs, out.view_mut());
+            if let Some(bias) = &self.bias {
+                let bias = &bias[first..first + out.ncols()];
+                for mut out in out.rows_mut() {
+                    out.iter_mut().zip(bias).for_each(|(y, b)| *y += b);
+                }
+            }
+            return;
+        }
         let mut wide = Vec::new();
         for (j, mut column) in out.columns_mut().into_iter().enumerate() {
             let row = first + j;
@@ -139,19 +149,10 @@ impl Linear {
                     .for_each(|(y, product)| *y = bias + *product);
                 continue;
             }
-            // bf16 needs no widened copy if its bytes are aligned.
-            let bf16 = match self.weight.stored() {
-                Stored::Float(Float::Bf16) => {
-                    bytemuck::try_cast_slice::<u8, u16>(self.weight.row_bytes(row)).ok()
-                }
-                _ => None,
-            };
-            if bf16.is_none() {
-                wide.resize(self.weight.cols(), 0.0);
-                self.weight.read(row, 0, &mut wide);
-            }
-            for (y, x) in column.iter_mut().zip(&rows.inputs) {
-                *y = bias + bf16.map_or_else(|| simd::dot(&wide, x), |w| simd::dot_bf16(w, x));
+            wide.resize(self.weight.cols(), 0.0);
+            self.weight.read(row, 0, &mut wide);
+            for (y, input) in column.iter_mut().zip(&rows.inputs) {
+                *y = bias + simd::dot(&wide, input.values());
             }
         }
     }
@@ -159,7 +160,7 @@ impl Linear {
 
 /// Few input rows.
 struct FewRows {
-    inputs: Vec<Vec<f32>>,
+    inputs: Vec<Input>,
     /// The same with 8 bits per value, if a weight is quantised.
     rounded: Vec<RoundedRow>,
 }
@@ -182,10 +183,10 @@ pub fn forward_all(x: ArrayView2<f32>, outputs: Vec<(&Linear, ArrayViewMut2<f32>
 
 /// Computes [`forward_all`] of at most [`FEW`] rows.
 fn forward_few(x: ArrayView2<f32>, outputs: Vec<(&Linear, ArrayViewMut2<f32>)>) {
-    let inputs: Vec<Vec<f32>> = x.rows().into_iter().map(|r| r.to_vec()).collect();
+    let inputs: Vec<Input> = x.rows().into_iter().map(|r| Input::new(r.to_vec())).collect();
     let is_quantised = |(linear, _): &(&Linear, _)| matches!(linear.weight.stored(), Stored::Quant(_));
     let rounded = match outputs.iter().any(is_quantised) {
-        true => inputs.iter().map(|x| RoundedRow::new(x)).collect(),
+        true => inputs.iter().map(|x| RoundedRow::new(x.values())).collect(),
         false => Vec::new(),
     };
     let rows = FewRows { inputs, rounded };
@@ -270,6 +271,7 @@ mod tests {
     use ndarray::Array2;
 
     use super::*;
+    use crate::float::Float;
     use crate::testing::values;
 
     fn matrix(rows: usize, cols: usize, seed: u32) -> Array2<f32> {

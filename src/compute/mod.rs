@@ -15,6 +15,7 @@ pub mod cpu;
 pub mod cuda;
 pub mod device;
 mod draw;
+mod few;
 #[cfg(feature = "wgpu")]
 pub mod gpu;
 pub mod layout;

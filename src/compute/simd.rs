@@ -4,16 +4,17 @@
 //! the same bits on every instruction set.
 //! They panic if slices that belong together differ in length.
 
+use half::bf16;
 use multiversion::multiversion;
 use multiversion::target::match_target;
 
 use super::blocks::multiply_add;
-use crate::prefetch::prefetch_beyond;
+use crate::prefetch::{AHEAD, prefetch_beyond};
 
 /// Partial sums of a reduction.
 const LANES: usize = 16;
 /// Partial sums of a dot product; they fill four registers of the widest instruction set.
-const WIDE: usize = 64;
+pub(super) const WIDE: usize = 64;
 
 /// Adding this constant rounds to a whole number, which the low bits of the sum then hold.
 const ROUND: f32 = 12_582_912.0;
@@ -32,25 +33,21 @@ pub fn dot(a: &[f32], b: &[f32]) -> f32 {
     fold(acc) + short_dot(tail_a, tail_b)
 }
 
-/// By how many bytes a product asks for values ahead of those that it multiplies. Rows of a weight follow one another, and
-/// the processor by itself does not ask for enough of the next ones.
-const AHEAD: usize = 1024;
-
-/// Returns the dot product of bf16 values, given as bits, with f32 values. Asks for the values that follow `a` in memory.
+/// Returns the dot product of bf16 values with f32 values. Asks for the values that follow `a` in memory.
 #[multiversion(targets("x86_64+avx512f+avx512bw+avx512vl", "x86_64+avx2", "aarch64+neon"))]
-pub fn dot_bf16(a: &[u16], b: &[f32]) -> f32 {
+pub fn dot_bf16(a: &[bf16], b: &[f32]) -> f32 {
     assert_eq!(a.len(), b.len(), "values of a product");
     let ((a, tail_a), (b, tail_b)) = (a.as_chunks::<WIDE>(), b.as_chunks::<WIDE>());
     let mut acc = [0.0f32; WIDE];
     for (x, y) in a.iter().zip(b) {
         prefetch_beyond(x, AHEAD);
         for l in 0..WIDE {
-            acc[l] += f32::from_bits(u32::from(x[l]) << 16) * y[l];
+            acc[l] += f32::from_bits(u32::from(x[l].to_bits()) << 16) * y[l];
         }
     }
     let mut tail = [0.0f32; WIDE];
     for (t, x) in tail.iter_mut().zip(tail_a) {
-        *t = f32::from_bits(u32::from(*x) << 16);
+        *t = x.to_f32();
     }
     fold(acc) + short_dot(&tail[..tail_a.len()], tail_b)
 }

@@ -131,17 +131,17 @@ fn nothing<'a>() -> Coming<'a> {
 pub fn scores<K: ChunkedRows>(queries: &GroupQueries, rows: K, run: &Run, out: &mut [f32], stride: usize) {
     match_target! {
         // SAFETY: compiled for, and chosen on, machines with these instructions.
-        "x86_64+avx512f+avx512bw+avx512dq+avx512vl" => unsafe { scores_of::<_, K, 8, 4>(Avx512::new(), queries, rows, run, out, stride) },
+        "x86_64+avx512f+avx512bw+avx512dq+avx512vl" => unsafe { scores_of::<_, K, 8, 4, 4>(Avx512::new(), queries, rows, run, out, stride) },
         // SAFETY: as above.
-        "x86_64+avx2+fma+f16c" => unsafe { scores_of::<_, K, 4, 1>(Avx2::new(), queries, rows, run, out, stride) },
-        "aarch64+neon" => scores_of::<_, K, 2, 1>(Plain::<true>, queries, rows, run, out, stride),
-        _ => scores_of::<_, K, 1, 1>(Plain::<false>, queries, rows, run, out, stride),
+        "x86_64+avx2+fma+f16c" => unsafe { scores_of::<_, K, 4, 2, 1>(Avx2::new(), queries, rows, run, out, stride) },
+        "aarch64+neon" => scores_of::<_, K, 2, 1, 1>(Plain::<true>, queries, rows, run, out, stride),
+        _ => scores_of::<_, K, 1, 1, 1>(Plain::<false>, queries, rows, run, out, stride),
     }
 }
 
-/// Computes [`scores`] in tiles of `FEW` rows for one or two heads, and of `MANY` rows for three or four heads.
+/// Computes [`scores`] in tiles of `FEW` rows for one or two heads, of `THREE` rows for three and of `FOUR` rows for four.
 #[inline(always)]
-pub fn scores_of<S: Simd, K: ChunkedRows, const FEW: usize, const MANY: usize>(
+pub fn scores_of<S: Simd, K: ChunkedRows, const FEW: usize, const THREE: usize, const FOUR: usize>(
     simd: S,
     queries: &GroupQueries,
     rows: K,
@@ -159,8 +159,8 @@ pub fn scores_of<S: Simd, K: ChunkedRows, const FEW: usize, const MANY: usize>(
             match q.len() / chunks {
                 1 => score_heads::<S, K, FEW, 1>(simd, q, rows, positions, coming, out, stride),
                 2 => score_heads::<S, K, FEW, 2>(simd, q, rows, positions, coming, out, stride),
-                3 => score_heads::<S, K, MANY, 3>(simd, q, rows, positions, coming, out, stride),
-                _ => score_heads::<S, K, MANY, GROUP>(simd, q, rows, positions, coming, out, stride),
+                3 => score_heads::<S, K, THREE, 3>(simd, q, rows, positions, coming, out, stride),
+                _ => score_heads::<S, K, FOUR, GROUP>(simd, q, rows, positions, coming, out, stride),
             }
         }
     }
@@ -279,17 +279,17 @@ fn score_chunks<S: Simd, K: ChunkedRows, const J: usize, const R: usize, const N
 pub fn add<V: ChunkedRows>(weights: &[f32], stride: usize, rows: V, run: &Run, sums: &mut OutputSums) {
     match_target! {
         // SAFETY: compiled for, and chosen on, machines with these instructions.
-        "x86_64+avx512f+avx512bw+avx512dq+avx512vl" => unsafe { add_of::<_, V, 4>(Avx512::new(), weights, stride, rows, run, sums) },
+        "x86_64+avx512f+avx512bw+avx512dq+avx512vl" => unsafe { add_of::<_, V, 4, 4>(Avx512::new(), weights, stride, rows, run, sums) },
         // SAFETY: as above.
-        "x86_64+avx2+fma+f16c" => unsafe { add_of::<_, V, 1>(Avx2::new(), weights, stride, rows, run, sums) },
-        "aarch64+neon" => add_of::<_, V, 1>(Plain::<true>, weights, stride, rows, run, sums),
-        _ => add_of::<_, V, 1>(Plain::<false>, weights, stride, rows, run, sums),
+        "x86_64+avx2+fma+f16c" => unsafe { add_of::<_, V, 2, 1>(Avx2::new(), weights, stride, rows, run, sums) },
+        "aarch64+neon" => add_of::<_, V, 1, 1>(Plain::<true>, weights, stride, rows, run, sums),
+        _ => add_of::<_, V, 1, 1>(Plain::<false>, weights, stride, rows, run, sums),
     }
 }
 
-/// Computes [`add`] in tiles of `CHUNKS` chunks.
+/// Computes [`add`] in tiles of `FEW` chunks for up to three heads, and of `FOUR` chunks for four.
 #[inline(always)]
-pub fn add_of<S: Simd, V: ChunkedRows, const CHUNKS: usize>(
+pub fn add_of<S: Simd, V: ChunkedRows, const FEW: usize, const FOUR: usize>(
     simd: S,
     weights: &[f32],
     stride: usize,
@@ -305,10 +305,10 @@ pub fn add_of<S: Simd, V: ChunkedRows, const CHUNKS: usize>(
             let weights = &weights[g * GROUP * stride + b * BLOCK..];
             let coming = if g == 0 { &mut coming } else { &mut nothing() };
             match sums.len() / chunks {
-                1 => add_heads::<S, V, 1, CHUNKS>(simd, weights, stride, rows, positions, coming, sums),
-                2 => add_heads::<S, V, 2, CHUNKS>(simd, weights, stride, rows, positions, coming, sums),
-                3 => add_heads::<S, V, 3, CHUNKS>(simd, weights, stride, rows, positions, coming, sums),
-                _ => add_heads::<S, V, GROUP, CHUNKS>(simd, weights, stride, rows, positions, coming, sums),
+                1 => add_heads::<S, V, 1, FEW>(simd, weights, stride, rows, positions, coming, sums),
+                2 => add_heads::<S, V, 2, FEW>(simd, weights, stride, rows, positions, coming, sums),
+                3 => add_heads::<S, V, 3, FEW>(simd, weights, stride, rows, positions, coming, sums),
+                _ => add_heads::<S, V, GROUP, FOUR>(simd, weights, stride, rows, positions, coming, sums),
             }
         }
     }

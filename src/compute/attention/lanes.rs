@@ -33,6 +33,12 @@ pub trait Simd: Copy {
         self.load(&wide)
     }
 
+    /// Widens the values at even places, and those at odd places.
+    #[inline(always)]
+    fn widen_pairs_bf16(self, from: &[bf16; 2 * LANES]) -> [Self::Vector; 2] {
+        [0, 1].map(|parity| self.widen_bf16(&std::array::from_fn(|l| from[2 * l + parity])))
+    }
+
     #[inline(always)]
     fn widen_f16(self, from: &[f16; LANES]) -> Self::Vector {
         let mut wide = [0.0; LANES];

@@ -93,7 +93,7 @@ fn on_every_instruction_set(
         let (n, run) = (positions.len(), Run::new(&positions, positions.len()));
         let r = weights.len() / n;
         let mut scores = vec![0.0; weights.len()];
-        scores_of::<S, _, MANY, MANY>(
+        scores_of::<S, _, MANY, MANY, MANY>(
             simd,
             queries,
             attend::Keys::of(&packed.keys),
@@ -106,7 +106,7 @@ fn on_every_instruction_set(
             r,
             values: &mut values,
         };
-        add_of::<S, _, CHUNKS>(
+        add_of::<S, _, CHUNKS, CHUNKS>(
             simd,
             weights,
             n,

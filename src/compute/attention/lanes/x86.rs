@@ -6,6 +6,9 @@ use half::{bf16, f16};
 
 use super::{LANES, Simd};
 
+/// The upper half of an f32.
+const UPPER: i32 = -1 << 16;
+
 /// AVX-512 with F, BW, DQ and VL.
 #[derive(Clone, Copy)]
 pub struct Avx512(());
@@ -21,8 +24,8 @@ impl Avx512 {
 
 /// Adds the halves, quarters or pairs within each of two vectors, and puts the sums of both vectors side by side.
 macro_rules! join {
-    ($shuffle:ident, $low:literal, $high:literal, $a:expr, $b:expr) => {
-        _mm512_add_ps($shuffle::<$low>($a, $b), $shuffle::<$high>($a, $b))
+    ($add:ident, $shuffle:ident, $low:literal, $high:literal, $a:expr, $b:expr) => {
+        $add($shuffle::<$low>($a, $b), $shuffle::<$high>($a, $b))
     };
 }
 
@@ -63,6 +66,19 @@ impl Simd for Avx512 {
         unsafe {
             let wide = _mm512_cvtepu16_epi32(_mm256_loadu_si256(from.as_ptr().cast()));
             _mm512_castsi512_ps(_mm512_slli_epi32::<16>(wide))
+        }
+    }
+
+    /// In each pair, the second value is the upper half of an f32, and the first becomes that of another.
+    #[inline(always)]
+    fn widen_pairs_bf16(self, from: &[bf16; 2 * LANES]) -> [__m512; 2] {
+        // SAFETY: see the impl.
+        unsafe {
+            let pairs = _mm512_loadu_si512(from.as_ptr().cast());
+            [
+                _mm512_castsi512_ps(_mm512_slli_epi32::<16>(pairs)),
+                _mm512_castsi512_ps(_mm512_and_si512(pairs, _mm512_set1_epi32(UPPER))),
+            ]
         }
     }
 
@@ -117,20 +133,56 @@ impl Simd for Avx512 {
         unsafe {
             let mut quarters = [_mm512_setzero_ps(); 4];
             for e in 0..4 {
-                let a = join!(_mm512_shuffle_f32x4, 0b01_00_01_00, 0b11_10_11_10, v[e], v[e + 4]);
+                let a = join!(
+                    _mm512_add_ps,
+                    _mm512_shuffle_f32x4,
+                    0b01_00_01_00,
+                    0b11_10_11_10,
+                    v[e],
+                    v[e + 4]
+                );
                 let b = join!(
+                    _mm512_add_ps,
                     _mm512_shuffle_f32x4,
                     0b01_00_01_00,
                     0b11_10_11_10,
                     v[e + 8],
                     v[e + 12]
                 );
-                quarters[e] = join!(_mm512_shuffle_f32x4, 0b10_00_10_00, 0b11_01_11_01, a, b);
+                quarters[e] = join!(
+                    _mm512_add_ps,
+                    _mm512_shuffle_f32x4,
+                    0b10_00_10_00,
+                    0b11_01_11_01,
+                    a,
+                    b
+                );
             }
             let [a, b, c, d] = quarters;
-            let low = join!(_mm512_shuffle_ps, 0b01_00_01_00, 0b11_10_11_10, a, b);
-            let high = join!(_mm512_shuffle_ps, 0b01_00_01_00, 0b11_10_11_10, c, d);
-            self.store(join!(_mm512_shuffle_ps, 0b10_00_10_00, 0b11_01_11_01, low, high))
+            let low = join!(
+                _mm512_add_ps,
+                _mm512_shuffle_ps,
+                0b01_00_01_00,
+                0b11_10_11_10,
+                a,
+                b
+            );
+            let high = join!(
+                _mm512_add_ps,
+                _mm512_shuffle_ps,
+                0b01_00_01_00,
+                0b11_10_11_10,
+                c,
+                d
+            );
+            self.store(join!(
+                _mm512_add_ps,
+                _mm512_shuffle_ps,
+                0b10_00_10_00,
+                0b11_01_11_01,
+                low,
+                high
+            ))
         }
     }
 }
@@ -217,6 +269,27 @@ impl Simd for Avx2 {
         }
     }
 
+    /// As with AVX-512.
+    #[inline(always)]
+    fn widen_pairs_bf16(self, from: &[bf16; 2 * LANES]) -> [[__m256; 2]; 2] {
+        // SAFETY: see the impl.
+        unsafe {
+            let low = _mm256_loadu_si256(from.as_ptr().cast());
+            let high = _mm256_loadu_si256(from[LANES..].as_ptr().cast());
+            let upper = _mm256_set1_epi32(UPPER);
+            [
+                [
+                    _mm256_castsi256_ps(_mm256_slli_epi32::<16>(low)),
+                    _mm256_castsi256_ps(_mm256_slli_epi32::<16>(high)),
+                ],
+                [
+                    _mm256_castsi256_ps(_mm256_and_si256(low, upper)),
+                    _mm256_castsi256_ps(_mm256_and_si256(high, upper)),
+                ],
+            ]
+        }
+    }
+
     #[inline(always)]
     fn widen_f16(self, from: &[f16; LANES]) -> [__m256; 2] {
         // SAFETY: see the impl.
@@ -274,5 +347,51 @@ impl Simd for Avx2 {
     fn widen_pair(self, pair: [f16; 2]) -> [f32; 2] {
         // SAFETY: see the impl.
         unsafe { widen_pair(pair) }
+    }
+
+    /// As with AVX-512.
+    #[inline(always)]
+    fn sums(self, v: &[[__m256; 2]; LANES]) -> [f32; LANES] {
+        let mut out = [0.0; LANES];
+        for (v, out) in v.as_chunks::<8>().0.iter().zip(out.as_chunks_mut::<8>().0) {
+            // SAFETY: see the impl.
+            unsafe {
+                let mut quarters = [_mm256_setzero_ps(); 4];
+                for e in 0..4 {
+                    let (a, b) = (
+                        _mm256_add_ps(v[e][0], v[e][1]),
+                        _mm256_add_ps(v[e + 4][0], v[e + 4][1]),
+                    );
+                    quarters[e] = join!(_mm256_add_ps, _mm256_permute2f128_ps, 0x20, 0x31, a, b);
+                }
+                let [a, b, c, d] = quarters;
+                let low = join!(
+                    _mm256_add_ps,
+                    _mm256_shuffle_ps,
+                    0b01_00_01_00,
+                    0b11_10_11_10,
+                    a,
+                    b
+                );
+                let high = join!(
+                    _mm256_add_ps,
+                    _mm256_shuffle_ps,
+                    0b01_00_01_00,
+                    0b11_10_11_10,
+                    c,
+                    d
+                );
+                let all = join!(
+                    _mm256_add_ps,
+                    _mm256_shuffle_ps,
+                    0b10_00_10_00,
+                    0b11_01_11_01,
+                    low,
+                    high
+                );
+                _mm256_storeu_ps(out.as_mut_ptr(), all);
+            }
+        }
+        out
     }
 }
