@@ -1,6 +1,6 @@
 """Compares indexes at equal time: the loss on the real model against the time of one layer's choice and attention.
 
-    python equal_time.py KVSMITH REAL [--blocks 20]
+    python equal_time.py KVSMITH REAL [--blocks 20] [--times]
 
 REAL is the folder that `make real` made. For every index and budget, the script measures
 
@@ -8,7 +8,8 @@ REAL is the folder that `make real` made. For every index and budget, the script
   positions and one thread; the least of five medians of 50 runs;
 - the KL on validation text of the same length, each work with an artifact that is calibrated on the other.
 
-It writes docs/results/equal-time.json, with a row for full attention. scripts/render.py interpolates between budgets and gives
+It writes docs/results/equal-time.json, with a row for full attention. With `--times`, it keeps the losses that are there and
+measures the times alone, for a build that chooses the same positions in other time. scripts/render.py interpolates between budgets and gives
 the KL of every index at the time that `wpq` takes at a budget of 6%.
 """
 
@@ -22,6 +23,7 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "scripts"))
 import documents  # noqa: E402
+from lab import fail  # noqa: E402
 from results import FORMS as SECTIONS  # noqa: E402
 from results import Results, require_apart  # noqa: E402
 
@@ -82,14 +84,24 @@ def main():
     parser.add_argument("kvsmith", type=Path, help="the program")
     parser.add_argument("real", type=Path, help="the folder that `make real` made")
     parser.add_argument("--blocks", type=int, default=20, help="blocks of validation text")
+    parser.add_argument("--times", action="store_true", help="measure the times again, and keep the losses of docs/results/equal-time.json")
     arguments = parser.parse_args()
     results = Results(arguments.kvsmith, arguments.real)
-    forms = [form for form in FORMS if results.knows([form[1]]) and results.knows([form[1]], "bench attend")]
-    kl, time = losses(results, forms, arguments.blocks), times(arguments.kvsmith, forms)
+    if arguments.times:
+        known = documents.load("equal-time") or fail("there is no docs/results/equal-time.json", "omit --times")
+        kl = {(row["index"], row["budget"]): row["kl_by_block"] for row in known["rows"] if "kl_by_block" in row}
+        head = {key: value for key, value in known.items() if key != "rows"}
+        forms = [form for form in FORMS if any(form[0] == index for index, _ in kl)]
+    else:
+        forms = [form for form in FORMS if results.knows([form[1]]) and results.knows([form[1]], "bench attend")]
+        kl = losses(results, forms, arguments.blocks)
+        head = {"table": "equal-time", "program": results.commit(), "text": "validation", "length": CONTEXT, "calibration": results.fits}
+    time = times(arguments.kvsmith, forms)
+    # In the order of the forms, and full attention last.
+    labels = [*(form[0] for form in forms), "full"]
     rows = [{"index": label, "budget": budget, "us": us, **({"kl": np.mean(kl[label, budget]), "kl_by_block": kl[label, budget]} if label != "full" else {})}
-            for (label, budget), us in time.items()]
-    documents.save("equal-time", {"table": "equal-time", "program": results.commit(), "text": "validation", "length": CONTEXT,
-                                  "calibration": results.fits, "rows": sorted(rows, key=lambda row: (row["index"] == "full", [f[0] for f in forms].index(row["index"]) if row["index"] != "full" else 0, row["budget"]))})
+            for (label, budget), us in sorted(time.items(), key=lambda item: (labels.index(item[0][0]), item[0][1]))]
+    documents.save("equal-time", head | {"timed": results.commit(), "rows": rows})
 
 
 if __name__ == "__main__":
