@@ -1,7 +1,7 @@
 //! Asking memory for values before they are needed.
 
-/// By how many bytes a product asks for values ahead of those that it multiplies. Rows of a weight follow one another, and
-/// the processor by itself does not ask for enough of the next ones.
+/// How many bytes ahead of the weights that it multiplies a product prefetches. Rows of a weight follow one another, and the
+/// processor by itself does not ask for enough of the next ones.
 pub const AHEAD: usize = 1024;
 
 /// Prefetches the cache lines that hold `values`.

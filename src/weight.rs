@@ -168,7 +168,7 @@ impl Weight {
         &self.file.map[first..first + size]
     }
 
-    /// Returns the values in bf16, if they are stored so and their bytes are aligned.
+    /// Returns the rows as bf16, or `None` if they are stored in another type or not aligned.
     pub fn bf16_rows(&self) -> Option<Bf16Rows<'_>> {
         let Stored::Float(Float::Bf16) = self.stored else {
             return None;
@@ -271,6 +271,11 @@ pub struct Bf16Rows<'a> {
 }
 
 impl<'a> Bf16Rows<'a> {
+    /// Counts the columns.
+    pub fn cols(&self) -> usize {
+        self.cols
+    }
+
     /// Returns a row.
     #[inline]
     pub fn row(&self, row: usize) -> &'a [bf16] {

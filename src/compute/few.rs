@@ -1,7 +1,7 @@
-//! Products of rows of bf16 weights with few inputs: the loops of a decode step that read the most memory.
+//! Products of rows of bf16 weights with few input rows: the loops of a decode step that read the most memory.
 //!
-//! [`simd::dot_bf16`] defines each product to the last bit. With the vectors of x86, one or two inputs share the reading and
-//! the widening of a row, and the partial sums of sixteen vectors are added at once.
+//! [`simd::dot_bf16`] defines each product to the last bit. With AVX2 or AVX-512, a row of the weight is widened once for up to
+//! two input rows, and the lanes of sixteen vectors are summed together.
 
 use half::bf16;
 use multiversion::multiversion;
@@ -15,31 +15,31 @@ use super::simd::{self, WIDE};
 use crate::prefetch::{AHEAD, prefetch_beyond};
 use crate::weight::Bf16Rows;
 
-/// Inputs that share the reading of a row: the partial sums of more do not fit into the registers.
+/// Input rows that share the widening of a row of the weight; the partial sums of more would not fit into the registers.
 const TOGETHER: usize = 2;
-/// Values of a part, of which two make up a chunk of [`WIDE`] values: one vector of those at even places, one of the others.
-const PART: usize = 2 * LANES;
+/// Values of half a chunk of [`WIDE`] values: one vector of those at even indices, and one of those at odd indices.
+const HALF: usize = 2 * LANES;
 
-/// The inputs of a chunk, so that no vector crosses a line of the cache: the values of each part at even places, and those at
-/// odd places.
+/// A chunk of an input row in the order of [`Simd::widen_pairs_bf16`], `[half, parity, lane]`; aligned so that no vector crosses
+/// a line of the cache.
 #[repr(align(64))]
 struct Chunk([[[f32; LANES]; 2]; 2]);
 
-/// A row of inputs.
-pub struct Input {
+/// An input row, and its whole chunks in the order in which the kernel reads them.
+pub struct InputRow {
     values: Vec<f32>,
-    /// The same up to the last whole chunk.
+    /// The whole chunks of `values`, reordered; none if no weight is in bf16.
     chunks: Vec<Chunk>,
 }
 
-impl Input {
-    /// Makes a row of inputs of its values.
-    pub fn new(values: Vec<f32>) -> Self {
-        let split = |part: &[f32]| [0, 1].map(|parity| std::array::from_fn(|l| part[2 * l + parity]));
+impl InputRow {
+    /// Prepares an input row; `for_bf16` says whether it is multiplied with weights in bf16.
+    pub fn new(values: Vec<f32>, for_bf16: bool) -> Self {
+        let split = |half: &[f32]| [0, 1].map(|parity| std::array::from_fn(|l| half[2 * l + parity]));
         let (whole, _) = values.as_chunks::<WIDE>();
-        let chunks = whole
-            .iter()
-            .map(|of| Chunk([split(&of[..PART]), split(&of[PART..])]));
+        let whole = if for_bf16 { whole } else { &[] };
+        let chunks = whole.iter();
+        let chunks = chunks.map(|of| Chunk([split(&of[..HALF]), split(&of[HALF..])]));
         Self {
             chunks: chunks.collect(),
             values,
@@ -52,83 +52,94 @@ impl Input {
     }
 }
 
-/// Computes the products of the rows from number `first` on with all inputs.
+/// Computes the products of every input row with `n` rows of a weight, from row `first` on.
 ///
 /// # Shapes
 /// out `[inputs, n]` (rows contiguous).
 ///
 /// # Numerics
 /// See [`simd::dot_bf16`].
-pub fn products(rows: &Bf16Rows, first: usize, inputs: &[Input], mut out: ArrayViewMut2<f32>) {
-    let outs = out
-        .rows_mut()
-        .into_iter()
-        .map(|out| out.into_slice().expect("contiguous rows"));
+///
+/// # Panics
+/// Input rows of another length than the weight's, or not prepared for bf16; `out` of another shape.
+pub fn products(weight: &Bf16Rows, first: usize, inputs: &[InputRow], mut out: ArrayViewMut2<f32>) {
+    assert_eq!(inputs.len(), out.nrows(), "as many outputs as inputs");
+    for input in inputs {
+        assert_eq!(input.values.len(), weight.cols(), "values of a product");
+    }
+    let outs = out.rows_mut().into_iter();
+    let outs = outs.map(|out| out.into_slice().expect("contiguous rows"));
     let mut outs: Vec<&mut [f32]> = outs.collect();
     for (inputs, outs) in inputs.chunks(TOGETHER).zip(outs.chunks_mut(TOGETHER)) {
         match (inputs, outs) {
-            ([a, b], [to_a, to_b]) => of_rows(rows, first, &[a, b], &mut [to_a, to_b]),
-            ([a], [to_a]) => of_rows(rows, first, &[a], &mut [to_a]),
-            _ => panic!("as many outputs as inputs"),
+            ([a, b], [to_a, to_b]) => of_inputs(weight, first, &[a, b], &mut [to_a, to_b]),
+            ([a], [to_a]) => of_inputs(weight, first, &[a], &mut [to_a]),
+            _ => unreachable!("one or two inputs, and as many outputs"),
         }
     }
 }
 
-/// Computes the products of rows with M inputs, as many as each output has values.
+/// Computes [`products`] of M input rows.
 #[multiversion(targets("x86_64+avx512f+avx512bw+avx512dq+avx512vl", "x86_64+avx2+fma+f16c"))]
-fn of_rows<const M: usize>(rows: &Bf16Rows, first: usize, inputs: &[&Input; M], outs: &mut [&mut [f32]; M]) {
+fn of_inputs<const M: usize>(
+    weight: &Bf16Rows,
+    first: usize,
+    inputs: &[&InputRow; M],
+    outs: &mut [&mut [f32]; M],
+) {
     match_target! {
         // SAFETY: compiled for, and chosen on, machines with these instructions.
-        "x86_64+avx512f+avx512bw+avx512dq+avx512vl" => of_rows_by(unsafe { Avx512::new() }, rows, first, inputs, outs),
+        "x86_64+avx512f+avx512bw+avx512dq+avx512vl" => with_vectors(unsafe { Avx512::new() }, weight, first, inputs, outs),
         // SAFETY: as above.
-        "x86_64+avx2+fma+f16c" => of_rows_by(unsafe { Avx2::new() }, rows, first, inputs, outs),
-        _ => one_by_one(rows, first, inputs, outs),
+        "x86_64+avx2+fma+f16c" => with_vectors(unsafe { Avx2::new() }, weight, first, inputs, outs),
+        _ => one_by_one(weight, first, inputs, outs),
     }
 }
 
-/// Computes [`of_rows`] by [`simd::dot_bf16`].
-fn one_by_one(rows: &Bf16Rows, first: usize, inputs: &[&Input], outs: &mut [&mut [f32]]) {
-    for r in 0..outs[0].len() {
-        let row = rows.row(first + r);
-        for (input, out) in inputs.iter().zip(&mut *outs) {
-            out[r] = simd::dot_bf16(row, &input.values);
+/// Computes [`of_inputs`] by [`simd::dot_bf16`].
+fn one_by_one(weight: &Bf16Rows, first: usize, inputs: &[&InputRow], outs: &mut [&mut [f32]]) {
+    for (input, out) in inputs.iter().zip(outs) {
+        for (r, out) in out.iter_mut().enumerate() {
+            *out = simd::dot_bf16(weight.row(first + r), &input.values);
         }
     }
 }
 
-/// Computes [`of_rows`] with vectors.
+/// Computes [`of_inputs`] with vectors.
 #[inline(always)]
-fn of_rows_by<S: Simd, const M: usize>(
+fn with_vectors<S: Simd, const M: usize>(
     simd: S,
-    rows: &Bf16Rows,
+    weight: &Bf16Rows,
     first: usize,
-    inputs: &[&Input; M],
+    inputs: &[&InputRow; M],
     outs: &mut [&mut [f32]; M],
 ) {
     let n = outs[0].len();
+    // Two vectors per product: its sums at even and at odd indices.
     let at_once = LANES / (2 * M);
     let mut all = [simd.splat(0.0); LANES];
     for start in (0..n).step_by(at_once) {
         let count = at_once.min(n - start);
         for (r, all) in all.chunks_exact_mut(2 * M).take(count).enumerate() {
-            let row = rows.row(first + start + r);
-            inputs
-                .iter()
-                .for_each(|of| assert_eq!(of.values.len(), row.len(), "values of a product"));
-            let (chunks, _) = row.as_chunks::<WIDE>();
-            let sums = match M {
-                1 => both_parts(simd, chunks, inputs),
-                _ => [part_of(simd, chunks, inputs, 0), part_of(simd, chunks, inputs, 1)],
+            let (chunks, _) = weight.row(first + start + r).as_chunks::<WIDE>();
+            // With two inputs, the sums of both halves would fill all registers of AVX2, so that each half has its own pass.
+            let halves = match M {
+                1 => partial_sums::<S, M, 2>(simd, chunks, inputs, 0),
+                _ => {
+                    let [low] = partial_sums::<S, M, 1>(simd, chunks, inputs, 0);
+                    let [high] = partial_sums::<S, M, 1>(simd, chunks, inputs, 1);
+                    [low, high]
+                }
             };
             for m in 0..M {
                 for parity in 0..2 {
-                    all[2 * m + parity] = simd.add(sums[0][m][parity], sums[1][m][parity]);
+                    all[2 * m + parity] = simd.add(halves[0][m][parity], halves[1][m][parity]);
                 }
             }
         }
         let sums = simd.sums(&all);
         for r in 0..count {
-            let row = rows.row(first + start + r);
+            let row = weight.row(first + start + r);
             let (_, tail) = row.as_chunks::<WIDE>();
             for m in 0..M {
                 let rest = inputs[m].values[row.len() - tail.len()..].iter().zip(tail);
@@ -140,78 +151,63 @@ fn of_rows_by<S: Simd, const M: usize>(
     }
 }
 
-/// Returns the partial sums of the products of one part of each chunk with M inputs, by input and parity.
+/// Returns the partial sums of the products of a row's chunks with M input rows, for H halves of each chunk from half `first`
+/// on: `[half, input, parity]`. Prefetches the weights that follow.
 #[inline(always)]
-fn part_of<S: Simd, const M: usize>(
+fn partial_sums<S: Simd, const M: usize, const H: usize>(
     simd: S,
     chunks: &[[bf16; WIDE]],
-    inputs: &[&Input; M],
-    part: usize,
-) -> [[S::Vector; 2]; M] {
-    let mut sums = [[simd.splat(0.0); 2]; M];
+    inputs: &[&InputRow; M],
+    first: usize,
+) -> [[[S::Vector; 2]; M]; H] {
+    let mut of: [&[Chunk]; M] = [&[]; M];
+    for m in 0..M {
+        of[m] = &inputs[m].chunks[..chunks.len()];
+    }
+    let mut sums = [[[simd.splat(0.0); 2]; M]; H];
     for (c, chunk) in chunks.iter().enumerate() {
-        add_part(simd, chunk, inputs, [c, part], &mut sums);
+        for (h, sums) in sums.iter_mut().enumerate() {
+            let weights = &chunk.as_chunks::<HALF>().0[first + h];
+            prefetch_beyond(weights, AHEAD);
+            let weights = simd.widen_pairs_bf16(weights);
+            for m in 0..M {
+                // SAFETY: `of` was cut to as many chunks as there are.
+                let input = &unsafe { of[m].get_unchecked(c) }.0[first + h];
+                for parity in 0..2 {
+                    let products = simd.mul(weights[parity], simd.load(&input[parity]));
+                    sums[m][parity] = simd.add(sums[m][parity], products);
+                }
+            }
+        }
     }
     sums
 }
 
-/// Returns what [`part_of`] returns for each part, in one pass over the chunks.
-#[inline(always)]
-fn both_parts<S: Simd, const M: usize>(
-    simd: S,
-    chunks: &[[bf16; WIDE]],
-    inputs: &[&Input; M],
-) -> [[[S::Vector; 2]; M]; 2] {
-    let (mut first, mut second) = ([[simd.splat(0.0); 2]; M], [[simd.splat(0.0); 2]; M]);
-    for (c, chunk) in chunks.iter().enumerate() {
-        add_part(simd, chunk, inputs, [c, 0], &mut first);
-        add_part(simd, chunk, inputs, [c, 1], &mut second);
-    }
-    [first, second]
-}
-
-/// Adds the products of a part of chunk number `c`, and asks for what follows it in memory.
-#[inline(always)]
-fn add_part<S: Simd, const M: usize>(
-    simd: S,
-    chunk: &[bf16; WIDE],
-    inputs: &[&Input; M],
-    [c, part]: [usize; 2],
-    sums: &mut [[S::Vector; 2]; M],
-) {
-    let weights = &chunk.as_chunks::<PART>().0[part];
-    prefetch_beyond(weights, AHEAD);
-    let weights = simd.widen_pairs_bf16(weights);
-    for m in 0..M {
-        // SAFETY: an input has as many chunks as the row, which `of_rows_by` checks.
-        let input = unsafe { inputs[m].chunks.get_unchecked(c) };
-        for parity in 0..2 {
-            let products = simd.mul(weights[parity], simd.load(&input.0[part][parity]));
-            sums[m][parity] = simd.add(sums[m][parity], products);
-        }
-    }
-}
-
 #[cfg(test)]
 mod tests {
-    use ndarray::{Array2, s};
+    use ndarray::{Array2, ArrayView2, s};
 
     use super::super::attention::lanes::Plain;
-    use super::super::layout::elements;
     use super::*;
     use crate::float::Float;
     use crate::testing::values;
     use crate::weight::Weight;
 
-    /// Calls `of` with weights and inputs of several sizes, and with the products that [`simd::dot_bf16`] gives: `[inputs, rows]`.
-    fn each_case(of: impl Fn(&Weight, &[Input], &Array2<f32>)) {
+    /// Calls `of` with weights and input rows of several sizes, and with the products that [`simd::dot_bf16`] gives: `[inputs,
+    /// rows]`.
+    fn each_case(of: impl Fn(&Weight, &[InputRow], &Array2<f32>)) {
         for k in [1, 63, 64, 100, 576, 1087] {
             for n in [1, 3, 4, 8, 21] {
                 let all = Array2::from_shape_vec((n, k), values(n * k, 1)).expect("as many values");
-                let weight = Weight::from_values(all.view(), Float::Bf16).expect("a weight");
-                let inputs: Vec<Input> = (2..7).map(|seed| Input::new(values(k, seed))).collect();
-                let rows = weight.bf16_rows().expect("values in bf16");
-                let product = |(i, r): (usize, usize)| simd::dot_bf16(rows.row(r), inputs[i].values());
+                let mut weight = Weight::from_values(all.view(), Float::Bf16).expect("a weight");
+                // Rows of a file that alternates between the halves of a head.
+                weight.alternating = n.is_multiple_of(4).then_some(4);
+                let inputs = (2..7).map(|seed| InputRow::new(values(k, seed), true));
+                let inputs: Vec<InputRow> = inputs.collect();
+                let product = |(i, r): (usize, usize)| {
+                    let row = bytemuck::cast_slice(weight.row_bytes(r));
+                    simd::dot_bf16(row, inputs[i].values())
+                };
                 of(
                     &weight,
                     &inputs,
@@ -221,22 +217,24 @@ mod tests {
         }
     }
 
-    /// Checks vectors with one and with two inputs, from the second row on if there are several.
-    fn check<S: Simd>(simd: S, weight: &Weight, inputs: &[Input], expected: &Array2<f32>) {
+    #[track_caller]
+    fn assert_same_bits(found: ArrayView2<f32>, expected: ArrayView2<f32>) {
+        assert_eq!(found.mapv(f32::to_bits), expected.mapv(f32::to_bits));
+    }
+
+    /// Checks a kernel with one and with two input rows, from the second row of the weight on if there are several.
+    fn check<S: Simd>(simd: S, weight: &Weight, inputs: &[InputRow], expected: &Array2<f32>) {
         let rows = weight.bf16_rows().expect("values in bf16");
         let first = 1.min(weight.rows() - 1);
         let expected = expected.slice(s![.., first..]);
-        let [mut a, mut b] = [0, 1].map(|_| vec![f32::NAN; expected.ncols()]);
-        of_rows_by(
-            simd,
-            &rows,
-            first,
-            &[&inputs[0], &inputs[1]],
-            &mut [&mut a, &mut b],
-        );
-        assert_eq!([&a[..], &b], [0, 1].map(|i| elements(&expected.row(i)).to_vec()));
-        of_rows_by(simd, &rows, first, &[&inputs[2]], &mut [&mut a]);
-        assert_eq!(a, elements(&expected.row(2)));
+        let n = expected.ncols();
+        let mut out = vec![f32::NAN; 3 * n];
+        let (a, rest) = out.split_at_mut(n);
+        let (b, c) = rest.split_at_mut(n);
+        with_vectors(simd, &rows, first, &[&inputs[0], &inputs[1]], &mut [a, b]);
+        with_vectors(simd, &rows, first, &[&inputs[2]], &mut [c]);
+        let out = Array2::from_shape_vec((3, n), out).expect("as many values");
+        assert_same_bits(out.view(), expected.slice(s![..3, ..]));
     }
 
     #[test]
@@ -244,12 +242,15 @@ mod tests {
         each_case(|weight, inputs, expected| {
             check(Plain::<false>, weight, inputs, expected);
             #[cfg(target_arch = "x86_64")]
-            if is_x86_feature_detected!("avx2")
-                && is_x86_feature_detected!("fma")
-                && is_x86_feature_detected!("f16c")
             {
-                // SAFETY: the machine has these instructions.
-                check(unsafe { Avx2::new() }, weight, inputs, expected);
+                if is_x86_feature_detected!("avx2") && is_x86_feature_detected!("f16c") {
+                    // SAFETY: just asked; every machine with AVX2 and F16C has FMA.
+                    check(unsafe { Avx2::new() }, weight, inputs, expected);
+                }
+                if is_x86_feature_detected!("avx512dq") {
+                    // SAFETY: machines with AVX-512 DQ have BW and VL.
+                    check(unsafe { Avx512::new() }, weight, inputs, expected);
+                }
             }
         });
     }
@@ -258,10 +259,23 @@ mod tests {
     fn any_number_of_inputs_is_multiplied() {
         each_case(|weight, inputs, expected| {
             let rows = weight.bf16_rows().expect("values in bf16");
+            let first = weight.rows() / 2;
             for n in 0..=inputs.len() {
-                let mut out = Array2::from_elem((n, weight.rows()), f32::NAN);
-                products(&rows, 0, &inputs[..n], out.view_mut());
-                assert_eq!(out, expected.slice(s![..n, ..]));
+                let mut out = Array2::from_elem((n, weight.rows() - first), f32::NAN);
+                products(&rows, first, &inputs[..n], out.view_mut());
+                assert_same_bits(out.view(), expected.slice(s![..n, first..]));
+            }
+        });
+    }
+
+    #[test]
+    fn weights_that_are_not_aligned_give_the_same_bits() {
+        each_case(|weight, inputs, expected| {
+            let mut wide = vec![0.0; weight.cols()];
+            for ((i, r), expected) in expected.indexed_iter() {
+                weight.read(r, 0, &mut wide);
+                let product = simd::dot(&wide, inputs[i].values());
+                assert_eq!(product.to_bits(), expected.to_bits());
             }
         });
     }

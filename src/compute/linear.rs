@@ -6,7 +6,7 @@ use ndarray::{ArrayView2, ArrayViewMut2, Axis, s};
 use rayon::prelude::*;
 
 use super::blocks::{PANEL, PANELS, PanelLine, Row, SIDE, TILE, multiply, transpose};
-use super::few::{self, Input};
+use super::few::{self, InputRow};
 use super::{pieces, simd, team};
 use crate::prefetch::prefetch;
 use crate::quant::{RoundedRow, dots};
@@ -33,7 +33,7 @@ impl Linear {
     /// Applies the projection to every row of `x`.
     ///
     /// # Shapes
-    /// x `[m, in]` (rows contiguous), out `[m, out]`.
+    /// x `[m, in]`, out `[m, out]` (rows contiguous).
     ///
     /// # Numerics
     /// f32 products and sums, with weights widened exactly; with at most four input rows and a quantised weight, the inputs are
@@ -160,7 +160,7 @@ impl Linear {
 
 /// Few input rows.
 struct FewRows {
-    inputs: Vec<Input>,
+    inputs: Vec<InputRow>,
     /// The same with 8 bits per value, if a weight is quantised.
     rounded: Vec<RoundedRow>,
 }
@@ -168,7 +168,7 @@ struct FewRows {
 /// Applies several projections to the same rows, in one parallel loop if the rows are few.
 ///
 /// # Shapes
-/// x `[m, in]` (rows contiguous); each output `[m, out]`.
+/// x `[m, in]`; each output `[m, out]` (rows contiguous).
 ///
 /// # Numerics
 /// As [`Linear::forward`].
@@ -183,10 +183,18 @@ pub fn forward_all(x: ArrayView2<f32>, outputs: Vec<(&Linear, ArrayViewMut2<f32>
 
 /// Computes [`forward_all`] of at most [`FEW`] rows.
 fn forward_few(x: ArrayView2<f32>, outputs: Vec<(&Linear, ArrayViewMut2<f32>)>) {
-    let inputs: Vec<Input> = x.rows().into_iter().map(|r| Input::new(r.to_vec())).collect();
-    let is_quantised = |(linear, _): &(&Linear, _)| matches!(linear.weight.stored(), Stored::Quant(_));
-    let rounded = match outputs.iter().any(is_quantised) {
-        true => inputs.iter().map(|x| RoundedRow::new(x.values())).collect(),
+    let is_any = |of: fn(&Weight) -> bool| outputs.iter().any(|(linear, _)| of(&linear.weight));
+    let for_bf16 = is_any(|weight| weight.bf16_rows().is_some());
+    let inputs = x
+        .rows()
+        .into_iter()
+        .map(|row| InputRow::new(row.to_vec(), for_bf16));
+    let inputs: Vec<InputRow> = inputs.collect();
+    let rounded = match is_any(|weight| matches!(weight.stored(), Stored::Quant(_))) {
+        true => inputs
+            .iter()
+            .map(|input| RoundedRow::new(input.values()))
+            .collect(),
         false => Vec::new(),
     };
     let rows = FewRows { inputs, rounded };

@@ -15,6 +15,10 @@ pub mod cpu;
 pub mod cuda;
 pub mod device;
 mod draw;
+#[cfg_attr(
+    not(target_arch = "x86_64"),
+    allow(dead_code, reason = "other processors use the definition of the products")
+)]
 mod few;
 #[cfg(feature = "wgpu")]
 pub mod gpu;

@@ -139,9 +139,9 @@ pub fn scores<K: ChunkedRows>(queries: &GroupQueries, rows: K, run: &Run, out: &
     }
 }
 
-/// Computes [`scores`] in tiles of `FEW` rows for one or two heads, of `THREE` rows for three and of `FOUR` rows for four.
+/// Computes [`scores`] in tiles of `ROWS_2` rows for one or two heads, of `ROWS_3` for three and of `ROWS_4` for four.
 #[inline(always)]
-pub fn scores_of<S: Simd, K: ChunkedRows, const FEW: usize, const THREE: usize, const FOUR: usize>(
+pub fn scores_of<S: Simd, K: ChunkedRows, const ROWS_2: usize, const ROWS_3: usize, const ROWS_4: usize>(
     simd: S,
     queries: &GroupQueries,
     rows: K,
@@ -157,10 +157,10 @@ pub fn scores_of<S: Simd, K: ChunkedRows, const FEW: usize, const THREE: usize, 
             let out = &mut out[g * GROUP * stride + b * BLOCK..];
             let coming = if g == 0 { &mut coming } else { &mut nothing() };
             match q.len() / chunks {
-                1 => score_heads::<S, K, FEW, 1>(simd, q, rows, positions, coming, out, stride),
-                2 => score_heads::<S, K, FEW, 2>(simd, q, rows, positions, coming, out, stride),
-                3 => score_heads::<S, K, THREE, 3>(simd, q, rows, positions, coming, out, stride),
-                _ => score_heads::<S, K, FOUR, GROUP>(simd, q, rows, positions, coming, out, stride),
+                1 => score_heads::<S, K, ROWS_2, 1>(simd, q, rows, positions, coming, out, stride),
+                2 => score_heads::<S, K, ROWS_2, 2>(simd, q, rows, positions, coming, out, stride),
+                3 => score_heads::<S, K, ROWS_3, 3>(simd, q, rows, positions, coming, out, stride),
+                _ => score_heads::<S, K, ROWS_4, GROUP>(simd, q, rows, positions, coming, out, stride),
             }
         }
     }
@@ -287,9 +287,9 @@ pub fn add<V: ChunkedRows>(weights: &[f32], stride: usize, rows: V, run: &Run, s
     }
 }
 
-/// Computes [`add`] in tiles of `FEW` chunks for up to three heads, and of `FOUR` chunks for four.
+/// Computes [`add`] in tiles of `CHUNKS_3` chunks for up to three heads, and of `CHUNKS_4` for four.
 #[inline(always)]
-pub fn add_of<S: Simd, V: ChunkedRows, const FEW: usize, const FOUR: usize>(
+pub fn add_of<S: Simd, V: ChunkedRows, const CHUNKS_3: usize, const CHUNKS_4: usize>(
     simd: S,
     weights: &[f32],
     stride: usize,
@@ -305,10 +305,10 @@ pub fn add_of<S: Simd, V: ChunkedRows, const FEW: usize, const FOUR: usize>(
             let weights = &weights[g * GROUP * stride + b * BLOCK..];
             let coming = if g == 0 { &mut coming } else { &mut nothing() };
             match sums.len() / chunks {
-                1 => add_heads::<S, V, 1, FEW>(simd, weights, stride, rows, positions, coming, sums),
-                2 => add_heads::<S, V, 2, FEW>(simd, weights, stride, rows, positions, coming, sums),
-                3 => add_heads::<S, V, 3, FEW>(simd, weights, stride, rows, positions, coming, sums),
-                _ => add_heads::<S, V, GROUP, FOUR>(simd, weights, stride, rows, positions, coming, sums),
+                1 => add_heads::<S, V, 1, CHUNKS_3>(simd, weights, stride, rows, positions, coming, sums),
+                2 => add_heads::<S, V, 2, CHUNKS_3>(simd, weights, stride, rows, positions, coming, sums),
+                3 => add_heads::<S, V, 3, CHUNKS_3>(simd, weights, stride, rows, positions, coming, sums),
+                _ => add_heads::<S, V, GROUP, CHUNKS_4>(simd, weights, stride, rows, positions, coming, sums),
             }
         }
     }

@@ -33,7 +33,7 @@ pub trait Simd: Copy {
         self.load(&wide)
     }
 
-    /// Widens the values at even places, and those at odd places.
+    /// Widens the values at even indices into one vector, and those at odd indices into another.
     #[inline(always)]
     fn widen_pairs_bf16(self, from: &[bf16; 2 * LANES]) -> [Self::Vector; 2] {
         [0, 1].map(|parity| self.widen_bf16(&std::array::from_fn(|l| from[2 * l + parity])))

@@ -147,9 +147,16 @@ impl<E: Widen> Case<E> {
         }
     }
 
-    /// Checks the kernels with the given instruction set, rows per tile of scores (for few, three and four heads) and chunks per
-    /// tile of sums.
-    fn check_with<S: Simd, const FEW: usize, const THREE: usize, const FOUR: usize, const CHUNKS: usize>(
+    /// Checks the kernels with the given instruction set, and with tiles of so many rows for two, three and four heads, and of so
+    /// many chunks for three and four heads.
+    fn check_with<
+        S: Simd,
+        const ROWS_2: usize,
+        const ROWS_3: usize,
+        const ROWS_4: usize,
+        const CHUNKS_3: usize,
+        const CHUNKS_4: usize,
+    >(
         &self,
         simd: S,
     ) {
@@ -158,27 +165,27 @@ impl<E: Widen> Case<E> {
             std::any::type_name::<S>(),
             |case, out| {
                 let run = Run::new(&case.positions, n);
-                scores_of::<S, _, FEW, THREE, FOUR>(simd, &case.queries, case.stored(), &run, out, n);
+                scores_of::<S, _, ROWS_2, ROWS_3, ROWS_4>(simd, &case.queries, case.stored(), &run, out, n);
             },
             |case, mut sums| {
                 let run = Run::new(&case.positions, n);
-                add_of::<S, _, CHUNKS, FOUR>(simd, &case.weights, n, case.stored(), &run, &mut sums);
+                add_of::<S, _, CHUNKS_3, CHUNKS_4>(simd, &case.weights, n, case.stored(), &run, &mut sums);
             },
         );
     }
 
     fn check_all(&self) {
-        self.check_with::<_, 1, 1, 1, 1>(Plain::<false>);
-        self.check_with::<_, 2, 1, 1, 1>(Plain::<true>);
+        self.check_with::<_, 1, 1, 1, 1, 1>(Plain::<false>);
+        self.check_with::<_, 2, 1, 1, 1, 1>(Plain::<true>);
         #[cfg(target_arch = "x86_64")]
         {
             if std::arch::is_x86_feature_detected!("avx2") && std::arch::is_x86_feature_detected!("f16c") {
                 // SAFETY: just asked; every machine with AVX2 and F16C has FMA.
-                self.check_with::<_, 4, 2, 1, 2>(unsafe { Avx2::new() });
+                self.check_with::<_, 4, 2, 1, 2, 1>(unsafe { Avx2::new() });
             }
             if std::arch::is_x86_feature_detected!("avx512dq") {
                 // SAFETY: machines with AVX-512 DQ have BW and VL.
-                self.check_with::<_, 8, 4, 4, 4>(unsafe { Avx512::new() });
+                self.check_with::<_, 8, 4, 4, 4, 4>(unsafe { Avx512::new() });
             }
         }
         let n = self.positions.len();

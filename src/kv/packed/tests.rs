@@ -82,7 +82,7 @@ fn on_every_instruction_set(
     weights: &[f32],
     sums: usize,
 ) -> Vec<(Vec<f32>, Vec<f32>)> {
-    fn attended<S: Simd, const MANY: usize, const CHUNKS: usize>(
+    fn attended<S: Simd, const ROWS: usize, const CHUNKS: usize>(
         simd: S,
         packed: &Packed,
         queries: &GroupQueries,
@@ -93,7 +93,7 @@ fn on_every_instruction_set(
         let (n, run) = (positions.len(), Run::new(&positions, positions.len()));
         let r = weights.len() / n;
         let mut scores = vec![0.0; weights.len()];
-        scores_of::<S, _, MANY, MANY, MANY>(
+        scores_of::<S, _, ROWS, ROWS, ROWS>(
             simd,
             queries,
             attend::Keys::of(&packed.keys),
@@ -124,7 +124,7 @@ fn on_every_instruction_set(
     {
         if is_x86_feature_detected!("avx2") && is_x86_feature_detected!("f16c") {
             // SAFETY: AVX2 and F16C were detected, and every machine with both has FMA.
-            out.push(attended::<_, 1, 2>(
+            out.push(attended::<_, 2, 2>(
                 unsafe { Avx2::new() },
                 packed,
                 queries,

@@ -6,7 +6,7 @@ use half::{bf16, f16};
 
 use super::{LANES, Simd};
 
-/// The upper half of an f32.
+/// Mask of the upper half of a 32-bit lane.
 const UPPER: i32 = -1 << 16;
 
 /// AVX-512 with F, BW, DQ and VL.
@@ -69,7 +69,7 @@ impl Simd for Avx512 {
         }
     }
 
-    /// In each pair, the second value is the upper half of an f32, and the first becomes that of another.
+    /// A 32-bit lane holds two values: a shift widens the first, a mask the second.
     #[inline(always)]
     fn widen_pairs_bf16(self, from: &[bf16; 2 * LANES]) -> [__m512; 2] {
         // SAFETY: see the impl.
