@@ -86,9 +86,9 @@ results: $(TABLES:%=results-%)
 	$(MAKE) pages
 endif
 
-# One table of at most an hour on two cores: docs/results/NAME.json.
+# One table of at most an hour on two cores: docs/results/NAME.json. TIMES=1: the times alone, for a build with the same losses.
 results-equal-time: real
-	$(REAL_PYTHON) benches/equal_time.py $(KVSMITH) $(REAL)
+	$(REAL_PYTHON) benches/equal_time.py $(KVSMITH) $(REAL) $(if $(TIMES),--times)
 
 # Tokens per second beside llama.cpp, at the settings whose losses are known: at most two hours, on an idle machine.
 # LLAMA: a Python with llama-cpp-python.

@@ -8,9 +8,11 @@ REAL is the folder that `make real` made. For every index and budget, the script
   positions and one thread; the least of five medians of 50 runs;
 - the KL on validation text of the same length, each work with an artifact that is calibrated on the other.
 
-It writes docs/results/equal-time.json, with a row for full attention. With `--times`, it keeps the losses that are there and
-measures the times alone, for a build that chooses the same positions in other time. scripts/render.py interpolates between budgets and gives
+It writes docs/results/equal-time.json, with a row for full attention. scripts/render.py interpolates between budgets and gives
 the KL of every index at the time that `wpq` takes at a budget of 6%.
+
+With `--times`, the losses of the document stay and the times are measured again, for a build that chooses the same positions in
+another time: one block of each work must give the losses of the document to the last digit, with the artifacts in REAL/lab.
 """
 
 import argparse
@@ -23,7 +25,7 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "scripts"))
 import documents  # noqa: E402
-from lab import fail  # noqa: E402
+from lab import WORKS, fail  # noqa: E402
 from results import FORMS as SECTIONS  # noqa: E402
 from results import Results, require_apart  # noqa: E402
 
@@ -79,6 +81,28 @@ def losses(results, forms, blocks):
     return found
 
 
+def require_same_losses(results, known):
+    """Stop the script unless one block of each work, at a budget of 6%, has the losses of a document."""
+    kl = {row["index"]: row["kl_by_block"] for row in known["rows"] if row["budget"] == 0.06}
+    methods = ",".join(dict.fromkeys(method for label, method, _, _ in FORMS if label in kl))
+    for number, work in enumerate(WORKS):
+        artifact = results.out / f"for-{work}.safetensors"
+        mean = results.out / f"for-{work}-wpq-wpq-center-mean.safetensors"
+        if missing := [path.name for path in (artifact, mean) if not path.exists()]:
+            fail(f"{', '.join(missing)}: no longer in {results.out}", "omit --times")
+        text = results.tokens(f"equal-time-one-{work}", results.blocks(work, CONTEXT, 1))
+        options = ["--artifact", artifact, "--against", mean, "--tokens", text, "--max-tokens", 10**9, "--seq-len", CONTEXT, "--methods", methods,
+                   "--budgets", 0.06, "--decode", STEPS, *results.losses_only()]
+        rows = results.eval(f"equal-time-one-{work}", options, [text, artifact, mean])["rows"]
+        for label, method, form, _ in FORMS:
+            own = mean if form else artifact
+            [row] = [row for row in rows if row["method"] == method and Path(row.get("artifact", own)).stem == own.stem]
+            # The blocks of the first work come first.
+            expected = kl[label][number * len(kl[label]) // len(WORKS)]
+            if documents.rounded(row["kl_by_block"][0]) != expected:
+                fail(f"{label} loses {row['kl_by_block'][0]} on the first block of {work}, in the document {expected}", "omit --times: the losses are others now")
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("kvsmith", type=Path, help="the program")
@@ -89,6 +113,7 @@ def main():
     results = Results(arguments.kvsmith, arguments.real)
     if arguments.times:
         known = documents.load("equal-time") or fail("there is no docs/results/equal-time.json", "omit --times")
+        require_same_losses(results, known)
         kl = {(row["index"], row["budget"]): row["kl_by_block"] for row in known["rows"] if "kl_by_block" in row}
         head = {key: value for key, value in known.items() if key != "rows"}
         forms = [form for form in FORMS if any(form[0] == index for index, _ in kl)]

@@ -1,6 +1,6 @@
 //! Products of rows of bf16 weights with few input rows: the loops of a decode step that read the most memory.
 //!
-//! [`simd::dot_bf16`] defines each product to the last bit. With AVX2 or AVX-512, a row of the weight is widened once for up to
+//! [`dot`] defines each product to the last bit. With AVX2 or AVX-512, a row of the weight is widened once for up to
 //! two input rows, and the lanes of sixteen vectors are summed together.
 
 use half::bf16;
@@ -11,9 +11,36 @@ use ndarray::ArrayViewMut2;
 #[cfg(target_arch = "x86_64")]
 use super::attention::lanes::{Avx2, Avx512};
 use super::attention::lanes::{LANES, Simd};
-use super::simd::{self, WIDE};
+use super::simd::{WIDE, fold, short_dot};
 use crate::prefetch::{AHEAD, prefetch_beyond};
 use crate::weight::Bf16Rows;
+
+/// Returns the dot product of a row of a weight with an input row. Prefetches the weights that follow.
+///
+/// # Numerics
+/// f32, each product and each sum rounded. Sum l of [`WIDE`] takes the products at l, l + [`WIDE`] and so on; these sums are
+/// added by halves, and then the sum of the products beyond the last whole chunk, in order.
+#[multiversion(targets("x86_64+avx512f+avx512bw+avx512vl", "x86_64+avx2", "aarch64+neon"))]
+fn dot(row: &[bf16], input: &[f32]) -> f32 {
+    assert_eq!(row.len(), input.len(), "values of a product");
+    let ((chunks, row_tail), (inputs, tail)) = (row.as_chunks::<WIDE>(), input.as_chunks::<WIDE>());
+    let mut acc = [0.0f32; WIDE];
+    for (weights, inputs) in chunks.iter().zip(inputs) {
+        prefetch_beyond(weights, AHEAD);
+        for l in 0..WIDE {
+            acc[l] += f32::from_bits(u32::from(weights[l].to_bits()) << 16) * inputs[l];
+        }
+    }
+    fold(acc) + of_tail(row_tail, tail)
+}
+
+/// Returns the dot product of less than a chunk, added in order.
+#[inline(always)]
+fn of_tail(row: &[bf16], input: &[f32]) -> f32 {
+    let mut wide = [0.0f32; WIDE];
+    wide.iter_mut().zip(row).for_each(|(to, w)| *to = w.to_f32());
+    short_dot(&wide[..row.len()], input)
+}
 
 /// Input rows that share the widening of a row of the weight; the partial sums of more would not fit into the registers.
 const TOGETHER: usize = 2;
@@ -58,7 +85,7 @@ impl InputRow {
 /// out `[inputs, n]` (rows contiguous).
 ///
 /// # Numerics
-/// See [`simd::dot_bf16`].
+/// See [`dot`].
 ///
 /// # Panics
 /// Input rows of another length than the weight's, or not prepared for bf16; `out` of another shape.
@@ -96,11 +123,11 @@ fn of_inputs<const M: usize>(
     }
 }
 
-/// Computes [`of_inputs`] by [`simd::dot_bf16`].
+/// Computes [`of_inputs`] by [`dot`].
 fn one_by_one(weight: &Bf16Rows, first: usize, inputs: &[&InputRow], outs: &mut [&mut [f32]]) {
     for (input, out) in inputs.iter().zip(outs) {
         for (r, out) in out.iter_mut().enumerate() {
-            *out = simd::dot_bf16(weight.row(first + r), &input.values);
+            *out = dot(weight.row(first + r), &input.values);
         }
     }
 }
@@ -142,10 +169,9 @@ fn with_vectors<S: Simd, const M: usize>(
             let row = weight.row(first + start + r);
             let (_, tail) = row.as_chunks::<WIDE>();
             for m in 0..M {
-                let rest = inputs[m].values[row.len() - tail.len()..].iter().zip(tail);
-                let rest = rest.fold(0.0, |sum, (x, w)| sum + w.to_f32() * x);
+                let rest = &inputs[m].values[row.len() - tail.len()..];
                 let at = 2 * (r * M + m);
-                outs[m][start + r] = (sums[at] + sums[at + 1]) + rest;
+                outs[m][start + r] = (sums[at] + sums[at + 1]) + of_tail(tail, rest);
             }
         }
     }
@@ -188,12 +214,13 @@ mod tests {
     use ndarray::{Array2, ArrayView2, s};
 
     use super::super::attention::lanes::Plain;
+    use super::super::simd;
     use super::*;
     use crate::float::Float;
     use crate::testing::values;
     use crate::weight::Weight;
 
-    /// Calls `of` with weights and input rows of several sizes, and with the products that [`simd::dot_bf16`] gives: `[inputs,
+    /// Calls `of` with weights and input rows of several sizes, and with the products that [`dot`] gives: `[inputs,
     /// rows]`.
     fn each_case(of: impl Fn(&Weight, &[InputRow], &Array2<f32>)) {
         for k in [1, 63, 64, 100, 576, 1087] {
@@ -206,7 +233,7 @@ mod tests {
                 let inputs: Vec<InputRow> = inputs.collect();
                 let product = |(i, r): (usize, usize)| {
                     let row = bytemuck::cast_slice(weight.row_bytes(r));
-                    simd::dot_bf16(row, inputs[i].values())
+                    dot(row, inputs[i].values())
                 };
                 of(
                     &weight,

@@ -4,12 +4,10 @@
 //! the same bits on every instruction set.
 //! They panic if slices that belong together differ in length.
 
-use half::bf16;
 use multiversion::multiversion;
 use multiversion::target::match_target;
 
 use super::blocks::multiply_add;
-use crate::prefetch::{AHEAD, prefetch_beyond};
 
 /// Partial sums of a reduction.
 const LANES: usize = 16;
@@ -33,28 +31,9 @@ pub fn dot(a: &[f32], b: &[f32]) -> f32 {
     fold(acc) + short_dot(tail_a, tail_b)
 }
 
-/// Returns the dot product of bf16 values with f32 values. Asks for the values that follow `a` in memory.
-#[multiversion(targets("x86_64+avx512f+avx512bw+avx512vl", "x86_64+avx2", "aarch64+neon"))]
-pub fn dot_bf16(a: &[bf16], b: &[f32]) -> f32 {
-    assert_eq!(a.len(), b.len(), "values of a product");
-    let ((a, tail_a), (b, tail_b)) = (a.as_chunks::<WIDE>(), b.as_chunks::<WIDE>());
-    let mut acc = [0.0f32; WIDE];
-    for (x, y) in a.iter().zip(b) {
-        prefetch_beyond(x, AHEAD);
-        for l in 0..WIDE {
-            acc[l] += f32::from_bits(u32::from(x[l].to_bits()) << 16) * y[l];
-        }
-    }
-    let mut tail = [0.0f32; WIDE];
-    for (t, x) in tail.iter_mut().zip(tail_a) {
-        *t = x.to_f32();
-    }
-    fold(acc) + short_dot(&tail[..tail_a.len()], tail_b)
-}
-
 /// Returns the dot product of short slices, added in order.
 #[inline(always)]
-fn short_dot(a: &[f32], b: &[f32]) -> f32 {
+pub(super) fn short_dot(a: &[f32], b: &[f32]) -> f32 {
     let mut sum = 0.0;
     for (x, y) in a.iter().zip(b) {
         sum += x * y;
@@ -64,7 +43,7 @@ fn short_dot(a: &[f32], b: &[f32]) -> f32 {
 
 /// Adds the partial sums, a power of two of them, by halves.
 #[inline(always)]
-fn fold<const N: usize>(mut acc: [f32; N]) -> f32 {
+pub(super) fn fold<const N: usize>(mut acc: [f32; N]) -> f32 {
     let mut width = N / 2;
     while width > 0 {
         for l in 0..width {

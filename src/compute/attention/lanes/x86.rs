@@ -22,11 +22,33 @@ impl Avx512 {
     }
 }
 
-/// Adds the halves, quarters or pairs within each of two vectors, and puts the sums of both vectors side by side.
+/// Which quarters of two vectors a shuffle puts side by side: their lower halves, or their upper ones.
+const HALVES: [i32; 2] = [0b01_00_01_00, 0b11_10_11_10];
+/// Their even quarters, or their odd ones.
+const QUARTERS: [i32; 2] = [0b10_00_10_00, 0b11_01_11_01];
+/// The lower halves of two vectors of 256 bits, or their upper ones, for a permutation.
+const HALVES_256: [i32; 2] = [0x20, 0x31];
+
+/// Adds what the first and what the second shuffle puts side by side of two vectors.
 macro_rules! join {
-    ($add:ident, $shuffle:ident, $low:literal, $high:literal, $a:expr, $b:expr) => {
-        $add($shuffle::<$low>($a, $b), $shuffle::<$high>($a, $b))
+    ($add:ident, $shuffle:ident, $which:ident, $a:expr, $b:expr) => {
+        $add(
+            $shuffle::<{ $which[0] }>($a, $b),
+            $shuffle::<{ $which[1] }>($a, $b),
+        )
     };
+}
+
+/// Sums each run of four lanes of four vectors, by halves, and puts the sums side by side: those of the first runs, and so on.
+macro_rules! sum_fours {
+    ($add:ident, $shuffle:ident, $vectors:expr) => {{
+        let [a, b, c, d] = $vectors;
+        let (low, high) = (
+            join!($add, $shuffle, HALVES, a, b),
+            join!($add, $shuffle, HALVES, c, d),
+        );
+        join!($add, $shuffle, QUARTERS, low, high)
+    }};
 }
 
 // SAFETY of the blocks: `new` is called only on machines with these instructions, and loads and stores stay within the
@@ -131,58 +153,13 @@ impl Simd for Avx512 {
     fn sums(self, v: &[__m512; LANES]) -> [f32; LANES] {
         // SAFETY: see the impl.
         unsafe {
-            let mut quarters = [_mm512_setzero_ps(); 4];
+            let mut fours = [_mm512_setzero_ps(); 4];
             for e in 0..4 {
-                let a = join!(
-                    _mm512_add_ps,
-                    _mm512_shuffle_f32x4,
-                    0b01_00_01_00,
-                    0b11_10_11_10,
-                    v[e],
-                    v[e + 4]
-                );
-                let b = join!(
-                    _mm512_add_ps,
-                    _mm512_shuffle_f32x4,
-                    0b01_00_01_00,
-                    0b11_10_11_10,
-                    v[e + 8],
-                    v[e + 12]
-                );
-                quarters[e] = join!(
-                    _mm512_add_ps,
-                    _mm512_shuffle_f32x4,
-                    0b10_00_10_00,
-                    0b11_01_11_01,
-                    a,
-                    b
-                );
+                let a = join!(_mm512_add_ps, _mm512_shuffle_f32x4, HALVES, v[e], v[e + 4]);
+                let b = join!(_mm512_add_ps, _mm512_shuffle_f32x4, HALVES, v[e + 8], v[e + 12]);
+                fours[e] = join!(_mm512_add_ps, _mm512_shuffle_f32x4, QUARTERS, a, b);
             }
-            let [a, b, c, d] = quarters;
-            let low = join!(
-                _mm512_add_ps,
-                _mm512_shuffle_ps,
-                0b01_00_01_00,
-                0b11_10_11_10,
-                a,
-                b
-            );
-            let high = join!(
-                _mm512_add_ps,
-                _mm512_shuffle_ps,
-                0b01_00_01_00,
-                0b11_10_11_10,
-                c,
-                d
-            );
-            self.store(join!(
-                _mm512_add_ps,
-                _mm512_shuffle_ps,
-                0b10_00_10_00,
-                0b11_01_11_01,
-                low,
-                high
-            ))
+            self.store(sum_fours!(_mm512_add_ps, _mm512_shuffle_ps, fours))
         }
     }
 }
@@ -356,40 +333,14 @@ impl Simd for Avx2 {
         for (v, out) in v.as_chunks::<8>().0.iter().zip(out.as_chunks_mut::<8>().0) {
             // SAFETY: see the impl.
             unsafe {
-                let mut quarters = [_mm256_setzero_ps(); 4];
+                let mut fours = [_mm256_setzero_ps(); 4];
                 for e in 0..4 {
-                    let (a, b) = (
-                        _mm256_add_ps(v[e][0], v[e][1]),
-                        _mm256_add_ps(v[e + 4][0], v[e + 4][1]),
-                    );
-                    quarters[e] = join!(_mm256_add_ps, _mm256_permute2f128_ps, 0x20, 0x31, a, b);
+                    let a = _mm256_add_ps(v[e][0], v[e][1]);
+                    let b = _mm256_add_ps(v[e + 4][0], v[e + 4][1]);
+                    fours[e] = join!(_mm256_add_ps, _mm256_permute2f128_ps, HALVES_256, a, b);
                 }
-                let [a, b, c, d] = quarters;
-                let low = join!(
-                    _mm256_add_ps,
-                    _mm256_shuffle_ps,
-                    0b01_00_01_00,
-                    0b11_10_11_10,
-                    a,
-                    b
-                );
-                let high = join!(
-                    _mm256_add_ps,
-                    _mm256_shuffle_ps,
-                    0b01_00_01_00,
-                    0b11_10_11_10,
-                    c,
-                    d
-                );
-                let all = join!(
-                    _mm256_add_ps,
-                    _mm256_shuffle_ps,
-                    0b10_00_10_00,
-                    0b11_01_11_01,
-                    low,
-                    high
-                );
-                _mm256_storeu_ps(out.as_mut_ptr(), all);
+                let sums = sum_fours!(_mm256_add_ps, _mm256_shuffle_ps, fours);
+                _mm256_storeu_ps(out.as_mut_ptr(), sums);
             }
         }
         out
