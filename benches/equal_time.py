@@ -25,7 +25,7 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "scripts"))
 import documents  # noqa: E402
-from lab import WORKS, fail  # noqa: E402
+from lab import fail  # noqa: E402
 from results import FORMS as SECTIONS  # noqa: E402
 from results import Results, require_apart  # noqa: E402
 
@@ -64,8 +64,7 @@ def times(kvsmith, forms):
 def losses(results, forms, blocks):
     """Returns the KL of every block by label and budget."""
     found = {}
-    of_handbook = results.blocks("handbook", CONTEXT, blocks // 2)
-    for work, of_work in (("handbook", of_handbook), ("python", results.blocks("python", CONTEXT, blocks - len(of_handbook)))):
+    for work, of_work in results.long_blocks(blocks).items():
         corpus, artifact = results.of(work)
         require_apart({corpus.name: results.fits[corpus.name]}, work)
         mean = results.form(corpus, *SECTIONS["mean"])
@@ -85,22 +84,22 @@ def require_same_losses(results, known):
     """Stop the script unless one block of each work, at a budget of 6%, has the losses of a document."""
     kl = {row["index"]: row["kl_by_block"] for row in known["rows"] if row["budget"] == 0.06}
     methods = ",".join(dict.fromkeys(method for label, method, _, _ in FORMS if label in kl))
-    for number, work in enumerate(WORKS):
+    first = 0
+    for work, of_work in results.long_blocks(len(kl["`wpq`"])).items():
         artifact = results.out / f"for-{work}.safetensors"
         mean = results.out / f"for-{work}-wpq-wpq-center-mean.safetensors"
         if missing := [path.name for path in (artifact, mean) if not path.exists()]:
             fail(f"{', '.join(missing)}: no longer in {results.out}", "omit --times")
-        text = results.tokens(f"equal-time-one-{work}", results.blocks(work, CONTEXT, 1))
+        text = results.tokens(f"equal-time-one-{work}", of_work[:1])
         options = ["--artifact", artifact, "--against", mean, "--tokens", text, "--max-tokens", 10**9, "--seq-len", CONTEXT, "--methods", methods,
                    "--budgets", 0.06, "--decode", STEPS, *results.losses_only()]
         rows = results.eval(f"equal-time-one-{work}", options, [text, artifact, mean])["rows"]
         for label, method, form, _ in FORMS:
             own = mean if form else artifact
             [row] = [row for row in rows if row["method"] == method and Path(row.get("artifact", own)).stem == own.stem]
-            # The blocks of the first work come first.
-            expected = kl[label][number * len(kl[label]) // len(WORKS)]
-            if documents.rounded(row["kl_by_block"][0]) != expected:
-                fail(f"{label} loses {row['kl_by_block'][0]} on the first block of {work}, in the document {expected}", "omit --times: the losses are others now")
+            if documents.rounded(row["kl_by_block"][0]) != kl[label][first]:
+                fail(f"{label} loses {row['kl_by_block'][0]} on the first block of {work}, in the document {kl[label][first]}", "omit --times: the losses are others now")
+        first += len(of_work)
 
 
 def main():

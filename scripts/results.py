@@ -184,9 +184,10 @@ class Results(Lab):
     def short(self):
         return self.on_text("text", {"handbook": self.blocks("handbook", 3072, BLOCKS)}, (0.1, 0.2))
 
-    def long_blocks(self):
-        of_handbook = self.blocks("handbook", 8192, BLOCKS // 2)
-        return {"handbook": of_handbook, "python": self.blocks("python", 8192, BLOCKS - len(of_handbook))}
+    def long_blocks(self, count=BLOCKS):
+        """Return blocks of 8,192 tokens of each work; where one is too short, there are more of the other."""
+        of_handbook = self.blocks("handbook", 8192, count // 2)
+        return {"handbook": of_handbook, "python": self.blocks("python", 8192, count - len(of_handbook))}
 
     def long(self, same=False):
         beside = self.of(None)[1]
