@@ -1,7 +1,7 @@
 //! Products of rows of bf16 weights with few input rows: the loops of a decode step that read the most memory.
 //!
-//! [`dot`] defines each product to the last bit. With AVX2 or AVX-512, a row of the weight is widened once for up to
-//! two input rows, and the lanes of sixteen vectors are summed together.
+//! [`dot`] defines each product to the last bit. With AVX2 or AVX-512, a row of the weight is read from memory once for up
+//! to three input rows, and the lanes of sixteen vectors are summed together.
 
 use half::bf16;
 use multiversion::multiversion;
@@ -42,8 +42,8 @@ fn of_tail(row: &[bf16], input: &[f32]) -> f32 {
     short_dot(&wide[..row.len()], input)
 }
 
-/// Input rows that share the widening of a row of the weight; the partial sums of more would not fit into the registers.
-const TOGETHER: usize = 2;
+/// The most input rows that share the reading of a row of the weight; AVX2 has no registers for the partial sums of more.
+const TOGETHER: usize = 3;
 /// Values of half a chunk of [`WIDE`] values: one vector of those at even indices, and one of those at odd indices.
 const HALF: usize = 2 * LANES;
 
@@ -97,22 +97,33 @@ pub fn products(weight: &Bf16Rows, first: usize, inputs: &[InputRow], mut out: A
     let outs = out.rows_mut().into_iter();
     let outs = outs.map(|out| out.into_slice().expect("contiguous rows"));
     let mut outs: Vec<&mut [f32]> = outs.collect();
-    for (inputs, outs) in inputs.chunks(TOGETHER).zip(outs.chunks_mut(TOGETHER)) {
-        match (inputs, outs) {
-            ([a, b], [to_a, to_b]) => of_inputs(weight, first, &[a, b], &mut [to_a, to_b]),
-            ([a], [to_a]) => of_inputs(weight, first, &[a], &mut [to_a]),
-            _ => unreachable!("one or two inputs, and as many outputs"),
+    let mut start = 0;
+    // Groups of nearly equal sizes: four inputs take less time as two and two than as three and one.
+    for groups_left in (1..=inputs.len().div_ceil(TOGETHER)).rev() {
+        let end = start + (inputs.len() - start).div_ceil(groups_left);
+        let (inputs, outs) = (&inputs[start..end], &mut outs[start..end]);
+        match inputs.len() {
+            1 => group::<1>(weight, first, inputs, outs),
+            2 => group::<2>(weight, first, inputs, outs),
+            _ => group::<TOGETHER>(weight, first, inputs, outs),
         }
+        start = end;
     }
 }
 
 /// Computes [`products`] of M input rows.
+fn group<const M: usize>(weight: &Bf16Rows, first: usize, inputs: &[InputRow], outs: &mut [&mut [f32]]) {
+    let inputs: &[InputRow; M] = inputs.try_into().expect("M input rows");
+    of_inputs(weight, first, inputs, outs);
+}
+
+/// Computes [`group`] with the instructions of this machine.
 #[multiversion(targets("x86_64+avx512f+avx512bw+avx512dq+avx512vl", "x86_64+avx2+fma+f16c"))]
 fn of_inputs<const M: usize>(
     weight: &Bf16Rows,
     first: usize,
-    inputs: &[&InputRow; M],
-    outs: &mut [&mut [f32]; M],
+    inputs: &[InputRow; M],
+    outs: &mut [&mut [f32]],
 ) {
     match_target! {
         // SAFETY: compiled for, and chosen on, machines with these instructions.
@@ -124,7 +135,7 @@ fn of_inputs<const M: usize>(
 }
 
 /// Computes [`of_inputs`] by [`dot`].
-fn one_by_one(weight: &Bf16Rows, first: usize, inputs: &[&InputRow], outs: &mut [&mut [f32]]) {
+fn one_by_one(weight: &Bf16Rows, first: usize, inputs: &[InputRow], outs: &mut [&mut [f32]]) {
     for (input, out) in inputs.iter().zip(outs) {
         for (r, out) in out.iter_mut().enumerate() {
             *out = dot(weight.row(first + r), &input.values);
@@ -138,8 +149,8 @@ fn with_vectors<S: Simd, const M: usize>(
     simd: S,
     weight: &Bf16Rows,
     first: usize,
-    inputs: &[&InputRow; M],
-    outs: &mut [&mut [f32]; M],
+    inputs: &[InputRow; M],
+    outs: &mut [&mut [f32]],
 ) {
     let n = outs[0].len();
     // Two vectors per product: its sums at even and at odd indices.
@@ -149,18 +160,19 @@ fn with_vectors<S: Simd, const M: usize>(
         let count = at_once.min(n - start);
         for (r, all) in all.chunks_exact_mut(2 * M).take(count).enumerate() {
             let (chunks, _) = weight.row(first + start + r).as_chunks::<WIDE>();
-            // With two inputs, the sums of both halves would fill all registers of AVX2, so that each half has its own pass.
-            let halves = match M {
+            // With several inputs, the sums of both parities would leave AVX2 no free register, so that each parity has its own
+            // pass. The first reads the row from memory, from start to end; the second finds it in the cache.
+            let sums = match M {
                 1 => partial_sums::<S, M, 2>(simd, chunks, inputs, 0),
                 _ => {
-                    let [low] = partial_sums::<S, M, 1>(simd, chunks, inputs, 0);
-                    let [high] = partial_sums::<S, M, 1>(simd, chunks, inputs, 1);
-                    [low, high]
+                    let [even] = partial_sums::<S, M, 1>(simd, chunks, inputs, 0);
+                    let [odd] = partial_sums::<S, M, 1>(simd, chunks, inputs, 1);
+                    [even, odd]
                 }
             };
             for m in 0..M {
                 for parity in 0..2 {
-                    all[2 * m + parity] = simd.add(halves[0][m][parity], halves[1][m][parity]);
+                    all[2 * m + parity] = sums[parity][m];
                 }
             }
         }
@@ -177,36 +189,43 @@ fn with_vectors<S: Simd, const M: usize>(
     }
 }
 
-/// Returns the partial sums of the products of a row's chunks with M input rows, for H halves of each chunk from half `first`
-/// on: `[half, input, parity]`. Prefetches the weights that follow.
+/// Returns the partial sums of the products of a row's chunks with M input rows, for P parities from parity `first` on, the
+/// sums of the two halves added: `[parity, input]`. The pass with parity 0 prefetches the weights that follow.
 #[inline(always)]
-fn partial_sums<S: Simd, const M: usize, const H: usize>(
+fn partial_sums<S: Simd, const M: usize, const P: usize>(
     simd: S,
     chunks: &[[bf16; WIDE]],
-    inputs: &[&InputRow; M],
+    inputs: &[InputRow; M],
     first: usize,
-) -> [[[S::Vector; 2]; M]; H] {
+) -> [[S::Vector; M]; P] {
     let mut of: [&[Chunk]; M] = [&[]; M];
     for m in 0..M {
         of[m] = &inputs[m].chunks[..chunks.len()];
     }
-    let mut sums = [[[simd.splat(0.0); 2]; M]; H];
+    let mut sums = [[[simd.splat(0.0); 2]; M]; P];
     for (c, chunk) in chunks.iter().enumerate() {
-        for (h, sums) in sums.iter_mut().enumerate() {
-            let weights = &chunk.as_chunks::<HALF>().0[first + h];
-            prefetch_beyond(weights, AHEAD);
+        for (half, weights) in chunk.as_chunks::<HALF>().0.iter().enumerate() {
+            if first == 0 {
+                prefetch_beyond(weights, AHEAD);
+            }
             let weights = simd.widen_pairs_bf16(weights);
             for m in 0..M {
                 // SAFETY: `of` was cut to as many chunks as there are.
-                let input = &unsafe { of[m].get_unchecked(c) }.0[first + h];
-                for parity in 0..2 {
-                    let products = simd.mul(weights[parity], simd.load(&input[parity]));
-                    sums[m][parity] = simd.add(sums[m][parity], products);
+                let input = &unsafe { of[m].get_unchecked(c) }.0[half];
+                for (p, sums) in sums.iter_mut().enumerate() {
+                    let products = simd.mul(weights[first + p], simd.load(&input[first + p]));
+                    sums[m][half] = simd.add(sums[m][half], products);
                 }
             }
         }
     }
-    sums
+    let mut added = [[simd.splat(0.0); M]; P];
+    for p in 0..P {
+        for m in 0..M {
+            added[p][m] = simd.add(sums[p][m][0], sums[p][m][1]);
+        }
+    }
+    added
 }
 
 #[cfg(test)]
@@ -229,7 +248,7 @@ mod tests {
                 let mut weight = Weight::from_values(all.view(), Float::Bf16).expect("a weight");
                 // Rows of a file that alternates between the halves of a head.
                 weight.alternating = n.is_multiple_of(4).then_some(4);
-                let inputs = (2..7).map(|seed| InputRow::new(values(k, seed), true));
+                let inputs = (2..8).map(|seed| InputRow::new(values(k, seed), true));
                 let inputs: Vec<InputRow> = inputs.collect();
                 let product = |(i, r): (usize, usize)| {
                     let row = bytemuck::cast_slice(weight.row_bytes(r));
@@ -249,19 +268,29 @@ mod tests {
         assert_eq!(found.mapv(f32::to_bits), expected.mapv(f32::to_bits));
     }
 
-    /// Checks a kernel with one and with two input rows, from the second row of the weight on if there are several.
-    fn check<S: Simd>(simd: S, weight: &Weight, inputs: &[InputRow], expected: &Array2<f32>) {
+    /// Checks a kernel with M input rows, from the second row of the weight on if there are several.
+    fn check_group<S: Simd, const M: usize>(
+        simd: S,
+        weight: &Weight,
+        inputs: &[InputRow],
+        expected: &Array2<f32>,
+    ) {
         let rows = weight.bf16_rows().expect("values in bf16");
         let first = 1.min(weight.rows() - 1);
-        let expected = expected.slice(s![.., first..]);
-        let n = expected.ncols();
-        let mut out = vec![f32::NAN; 3 * n];
-        let (a, rest) = out.split_at_mut(n);
-        let (b, c) = rest.split_at_mut(n);
-        with_vectors(simd, &rows, first, &[&inputs[0], &inputs[1]], &mut [a, b]);
-        with_vectors(simd, &rows, first, &[&inputs[2]], &mut [c]);
-        let out = Array2::from_shape_vec((3, n), out).expect("as many values");
-        assert_same_bits(out.view(), expected.slice(s![..3, ..]));
+        let expected = expected.slice(s![..M, first..]);
+        let mut out = Array2::from_elem(expected.dim(), f32::NAN);
+        let outs = out.rows_mut().into_iter();
+        let mut outs: Vec<&mut [f32]> = outs.map(|out| out.into_slice().expect("contiguous")).collect();
+        let inputs: &[InputRow; M] = inputs[..M].try_into().expect("M input rows");
+        with_vectors(simd, &rows, first, inputs, &mut outs);
+        assert_same_bits(out.view(), expected);
+    }
+
+    /// Checks a kernel with every number of input rows that it takes together.
+    fn check<S: Simd>(simd: S, weight: &Weight, inputs: &[InputRow], expected: &Array2<f32>) {
+        check_group::<S, 1>(simd, weight, inputs, expected);
+        check_group::<S, 2>(simd, weight, inputs, expected);
+        check_group::<S, TOGETHER>(simd, weight, inputs, expected);
     }
 
     #[test]

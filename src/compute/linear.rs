@@ -12,9 +12,9 @@ use crate::prefetch::prefetch;
 use crate::quant::{RoundedRow, dots};
 use crate::weight::{Stored, Weight};
 
-/// Output channels per task if there are few input rows.
+/// The most output channels per task if there are few input rows.
 const FEW_CHANNELS: usize = 128;
-/// The most output channels per task.
+/// The most output channels per task if there are more input rows.
 const CHANNELS: usize = 504;
 /// Blocks of [`SIDE`] input rows per task.
 const SIDES: usize = 2;
@@ -306,6 +306,7 @@ mod tests {
         for dtype in [Float::F32, Float::F16, Float::Bf16] {
             for (m, k, n) in [
                 (1, 70, 5),
+                (3, 64, 509),
                 (4, 128, 130),
                 (5, 1, 1),
                 (33, 127, 12),
@@ -345,5 +346,11 @@ mod tests {
             let alone = run(&linear, x.slice(s![rows.clone(), ..]), 2);
             assert_eq!(alone, all.slice(s![rows, ..]));
         }
+        let few = run(&linear, x.slice(s![..3, ..]), 1);
+        for threads in [3, 40] {
+            let other = run(&linear, x.slice(s![..3, ..]), threads);
+            assert_eq!(few, other, "{threads} threads");
+        }
+        assert_eq!(run(&linear, x.slice(s![1..2, ..]), 2), few.slice(s![1..2, ..]));
     }
 }
