@@ -36,14 +36,13 @@ tokens**, which is where the papers measured: what is not reproduced here may ho
 """
 
 READING = """*KL* is how far the distribution of the next token is from that of full attention, the mean over the last steps of each block.
-*Same top token*: the most probable token is the same. *Perplexity ratio*: the perplexity of the text divided by that with full attention. *Read*: the
+*Perplexity ratio*: the text's perplexity over that with full attention. *Read*: the
 share of the bytes of all visible keys and values that a step reads, index included; the keys that `topk` reads in order to rank are not counted. *Moved*:
-the same in whole granules of 64 bytes, as memory moves them. Intervals are 95% intervals from resamples of whole blocks or texts. Nothing was fitted to
-any of these texts, but nine forms of `wpq` were looked at on the validation text while it was developed, so that text favours it. *Final* text is of three
-other works, measured once for this version, when all options had been decided; its artifact is fitted to both works of the validation text. A row has
-the options that lose least here: the
-defaults, or options that were searched for on other text of 8,192 tokens; the last column is the loss with the defaults (of `lfps`, with those of its
-paper). [dev/results.md](dev/results.md) has every form, [dev/replication.md](dev/replication.md) the texts.
+the same in whole granules of 64 bytes, as memory moves them. Intervals (95%) resample whole blocks or texts. Nothing was fitted to
+any of these texts, but nine forms of `wpq` were looked at on the validation text while it was developed, so that text favours it. *Final text* is an FAQ,
+source code and quotes from IRC, measured once, with an artifact fitted to both works of the validation text. A row has the options that lose least
+on validation text: the defaults, whose loss has its own column (of `lfps`, with the paper's options), or options that were searched for on other text.
+[dev/results.md](dev/results.md) has every form, [dev/replication.md](dev/replication.md) the texts.
 """
 
 ALL_HEADER = """# All tables of results
@@ -172,15 +171,14 @@ def results_page(found):
     parts = [HEADER]
     if headline(found)[0]:
         parts += ["## In short\n", "\n".join(f"- {said}" for said in summary(found)) + "\n", picture("loss", "Loss of each method against the bytes that it reads", "pictures/"), READING]
-    for name, share in (("text", 0.2), ("long", 0.1), ("final-text", 0.2), ("final-long", 0.1)):
+    for name, share in (("text", 0.2), ("long", 0.1)):
         if document := found[name]:
-            of_final = "Final text: " if is_final(document) else ""
-            parts += [f"## {of_final}{document['length']:,} tokens, {100 * share:.0f}% of the bytes\n", of_blocks(document), tables.short_table(document, share)]
-    for name in QUESTION_TABLES:
+            parts += [f"## {document['length']:,} tokens, {100 * share:.0f}% of the bytes\n", of_blocks(document), tables.short_table(document, share, final_of(found, name))]
+    for name in ("questions-4096", "questions-8192"):
         if document := found[name]:
-            of_final = "Final text: " if is_final(document) else ""
-            parts += [f"## {of_final}{document['questions']} questions about {document['length']:,} tokens, 10% of the bytes\n",
-                      f"{'' if of_final else QUESTIONS} {calibration(document)} Full attention answers {percent(document['full_needle_accuracy'])}.\n", tables.short_questions(document)]
+            asked = QUESTIONS.split(" The intervals")[0]
+            parts += [f"## {document['questions']} questions about {document['length']:,} tokens, 10% of the bytes\n",
+                      f"{asked} {calibration(document)} Full attention answers {percent(document['full_needle_accuracy'])}.\n", tables.short_questions(document, final_of(found, name))]
     if found["claims"]:
         fits = found["claims"].get("calibration", {}).values()
         kinds = listed([NAMES[kind] for fit in fits for kind in fit["fitted"]])
@@ -190,18 +188,13 @@ def results_page(found):
     return wrapped("\n".join(parts)).rstrip("\n") + "\n"
 
 
-# Tables of questions that are fed in decode steps.
-QUESTION_TABLES = ("questions-4096", "questions-8192", "final-questions-4096")
-
-
-def is_final(document):
-    """Say whether a table is of final text; stop if the artifact was fitted to one of its works."""
-    if not document["table"].startswith("final"):
-        return False
-    for name, fit in document["calibration"].items():
+def final_of(found, name):
+    """Return the same table of final text, if there is one; stop if its artifact was fitted to one of the works."""
+    document = found.get(f"final-{name}")
+    for fitted, fit in (document or {"calibration": {}})["calibration"].items():
         if both := set(fit["fitted"]) & set(document.get("works") or ()):
-            sys.exit(f"error: {document['table']}: {name} is fitted to {', '.join(both)}, which is measured")
-    return True
+            sys.exit(f"error: {document['table']}: {fitted} is fitted to {', '.join(both)}, which is measured")
+    return document
 
 
 def picture(name, words, folder):
@@ -213,22 +206,37 @@ def picture(name, words, folder):
 def summary(found):
     """Say in a few sentences what was found."""
     said = []
-    for document in [found[name] for name in ("text", "long", "final-text", "final-long") if found[name]]:
-        lost, exact, same, more = [], [], [], []
+    for document in [found[name] for name in ("text", "long") if found[name]]:
+        lost, exact, more = [], [], []
         for share in tables.shares_of(document):
             rows = {row["method"]: row for row, _ in tables.chosen_rows(document, share)}
             best, ratio, ends = best_published(document, share)
             words = ("", "") if lost else (" nats", " of the bytes")
             lost.append(f"{rows['wpq']['kl']:.4f}{words[0]} with {100 * share:.0f}%{words[1]}")
             exact.append(f"{rows['topk']['kl']:.4f}")
-            same.append(percent(rows["wpq"].get("top1_equal")))
             more.append(f"{tables.named(best)} {ratio:.1f} times{' as much' if not more else ''}{tables.spread(ends, 1)}")
-        where = "On final text, at" if is_final(document) else "At"
-        said.append(f"{where} {document['length']:,} tokens, `wpq` loses {listed(lost)} (an exact choice: {listed(exact)}), and keeps the top token in {listed(same)} "
-                    f"of the steps. The best of the published methods lose more: {listed(more)}.")
-    for name in QUESTION_TABLES:
+        said.append(f"At {document['length']:,} tokens, `wpq` loses {listed(lost)} (an exact choice: {listed(exact)}). The best of the published methods lose more: {listed(more)}.")
+    for name in ("questions-4096", "questions-8192"):
         if document := found[name]:
             said.append(question_sentence(document))
+    if found["final-text"] and found["final-long"]:
+        said.append(finally_said(found))
+    return said
+
+
+def finally_said(found):
+    """Say in a few sentences what was found on final text."""
+    lost, more = [], []
+    for name, share in (("text", 0.2), ("long", 0.1)):
+        document = final_of(found, name)
+        best, ratio, ends = best_published(document, share)
+        ours = tables.row_at(document, "wpq", "", share)
+        words = ("", "") if lost else (" nats", " of the bytes")
+        lost.append(f"{ours['kl']:.4f}{words[0]} with {100 * share:.0f}%{words[1]} at {document['length']:,} tokens")
+        more.append(f"{tables.named(best)} {ratio:.1f} times{' as much' if not more else ''}{tables.spread(ends, 1)}")
+    said = f"On three other works, opened once (*final text*), `wpq` loses {listed(lost)}. The best of the published methods lose more: {listed(more)}."
+    if asked := final_of(found, "questions-4096"):
+        said += f" Of {asked['questions']} questions, {answers(asked)}."
     return said
 
 
@@ -281,21 +289,23 @@ def ratio_sentence(document, share):
     return f"Of the published methods, `{best['method']}` loses least here, {ratio:.1f} times as much as `wpq`{tables.spread(ends, 1)}."
 
 
-def question_sentence(document):
-    """Say what share of the questions full attention and two methods answer."""
+def answers(document):
+    """Say what share of the questions full attention, wpq and the best of the published methods answer."""
     rows = best_answers(document)
     published = [row for row in rows if row["method"] in claims.PAPERS and not tables.is_buckets(row)]
     named = {row["method"]: row for row in rows if not tables.is_buckets(row)}
-    each = [named["wpq"], published[0], *([named["selfindex"]] if published[0]["method"] != "selfindex" else [])]
 
     def answered(row):
         own = tables.scores(row)
-        best = ", the best of the published methods," if row is published[0] and len(each) > 2 else ""
-        return f"{tables.named(row)}{best} {percent(row['needle_accuracy'])}" + tables.spread(intervals.mean_interval(own) if own else None, 1, 100)
+        return f"{tables.named(row)} {percent(row['needle_accuracy'])}" + tables.spread(intervals.mean_interval(own) if own else None, 1, 100)
 
-    where = " of final text" if is_final(document) else ""
-    return (f"Each of {document['questions']} questions asks for one of eight facts hidden in {document['length']:,} tokens{where}. Full attention answers "
-            f"{percent(document['full_needle_accuracy'])}; at 10% of the bytes, {listed([answered(row) for row in each])}.")
+    return (f"full attention answers {percent(document['full_needle_accuracy'])}, `wpq` at 10% of the bytes{answered(named['wpq'])[len('`wpq`'):]}, "
+            f"and {answered(published[0])}, which answers most of the published methods")
+
+
+def question_sentence(document):
+    """Say what is asked, and what share is answered."""
+    return f"Each of {document['questions']} questions asks for one of eight facts hidden in {document['length']:,} tokens: {answers(document)}."
 
 
 def answers_sentence(document):
@@ -309,14 +319,13 @@ def answers_sentence(document):
 
 def final_sentence(document, asked, share):
     """Say what wpq and the best of the published methods lose and answer on final text."""
-    is_final(document)
     ours, (best, ratio, ends) = tables.row_at(document, "wpq", "", share), best_published(document, share)
-    said = (f"On final text, three other works that were measured once, when all options had been decided, `wpq` loses {ours['kl']:.4f} and `{best['method']}` {ratio:.1f} times "
-            f"as much{tables.spread(ends, 1)}")
+    said = f"On three other works, opened once, `wpq` loses {ours['kl']:.4f}, `{best['method']}` {ratio:.1f} times as much{tables.spread(ends, 1)}"
     if not asked:
         return f"{said}."
     rows = {row["method"]: row for row in best_answers(asked)}
-    return f"{said}; of {asked['questions']} questions they answer {percent(rows['wpq']['needle_accuracy'])} and {percent(rows[best['method']]['needle_accuracy'])}, full attention {percent(asked['full_needle_accuracy'])}."
+    answered = listed([percent(rows[method]["needle_accuracy"]) for method in ("wpq", best["method"])])
+    return f"{said}; they answer {answered} of {asked['questions']} questions, full attention {percent(asked['full_needle_accuracy'])}."
 
 
 def best_answers(document):
@@ -471,8 +480,8 @@ def blocks(found):
         sentences = [ratio_sentence(document, share)]
         if asked := found["questions-4096"]:
             sentences.append(answers_sentence(asked))
-        if final := found["final-long"]:
-            sentences.append(final_sentence(final, found["final-questions-4096"], share))
+        if final := final_of(found, "long"):
+            sentences.append(final_sentence(final, final_of(found, "questions-4096"), share))
         made["losses"] = "\n".join([wrapped(about, README_WIDTH), "", loss_table(found), wrapped(" ".join(sentences), README_WIDTH) + "\n"])
     if found["decode"]:
         made["decode"] = tables.decode_table(found["decode"], found, pictures.usual)

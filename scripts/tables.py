@@ -140,35 +140,46 @@ def named(row):
     return f"`{row['method']}`" + (f" (`{options}`)" if options else "")
 
 
-def short_table(document, share):
-    """Return the user's table of losses at a share of the bytes."""
+def short_table(document, share, final):
+    """Return the user's table of losses at a share of the bytes; `final` is the same table of final text, or None."""
+    others = {named(row): row for row in final["rows"] if row["share"] == share and "kl" in row} if final else {}
     rows, found = [], chosen_rows(document, share)
     for row, usual in found[:ROWS]:
+        other = others.get(named(row))
         rows.append([named(row), percent(row["bytes_read_fraction"]), percent(row.get("bytes_moved_fraction")), f"{row['kl']:.4f}" + spread(kl_interval(row), 4),
-                     percent(row.get("top1_equal")), decimals("perplexity_ratio", 3)(row), decimals("kl", 4)(usual) if usual["kl"] != row["kl"] else ""])
+                     percent(row.get("top1_equal")), decimals("perplexity_ratio", 3)(row), decimals("kl", 4)(usual) if usual["kl"] != row["kl"] else "",
+                     f"{other['kl']:.4f}" + spread(kl_interval(other), 4) if other else ""])
     more = f"\nThese lose more: {', '.join(named(row) for row, _ in found[ROWS:])}.\n" if found[ROWS:] else ""
-    return filled(["method", "read", "moved", "KL, nats (95%)", "same top token", "perplexity ratio", "KL with the defaults"], rows) + more
+    return filled(["method", "read", "moved", "KL, nats (95%)", "same top token", "perplexity ratio", "KL with the defaults", "KL on final text"], rows) + more
 
 
 # Most rows of the user's tables of losses.
-ROWS = 7
+ROWS = 6
 # Methods that answer less are named below the user's table of questions.
-FEW_ANSWERS = 0.05
+FEW_ANSWERS = 0.1
 
 
-def short_questions(document):
-    """Return the user's table of questions."""
+def short_questions(document, final):
+    """Return the user's table of questions; `final` is the same table of final text, or None."""
+    def answered(row):
+        own = scores(row)
+        ends = mean_interval(own) if own else (row.get("intervals") or {}).get("needle_accuracy")
+        return percent(row["needle_accuracy"]) + spread(ends, 1, 100)
+
+    def asked(of):
+        return [row for row in of["rows"] if row.get("needle_accuracy") is not None]
+
+    others = {named(row): row for row in asked(final)} if final else {}
     rows, few = [], []
-    found = better([row for row in document["rows"] if row.get("needle_accuracy") is not None], lambda row: -row["needle_accuracy"])
+    found = better(asked(document), lambda row: -row["needle_accuracy"])
     for row, _ in sorted(found, key=lambda each: -each[0]["needle_accuracy"]):
         if row["needle_accuracy"] < FEW_ANSWERS:
             few.append(named(row))
             continue
-        own = scores(row)
-        ends = mean_interval(own) if own else (row.get("intervals") or {}).get("needle_accuracy")
-        rows.append([named(row), percent(row["bytes_read_fraction"]), percent(row["needle_accuracy"]) + spread(ends, 1, 100)])
+        other = others.get(named(row))
+        rows.append([named(row), percent(row["bytes_read_fraction"]), answered(row), answered(other) if other else ""])
     rest = f"\nLess than {100 * FEW_ANSWERS:.0f}% with any of their options: {', '.join(few)}.\n" if few else ""
-    return grid(["method", "read", "answered (95%)"], rows) + rest
+    return filled(["method", "read", "answered (95%)", "on final text"], rows) + rest
 
 
 # Methods of the worked example in docs/eval.md.

@@ -263,15 +263,31 @@ class Pages(unittest.TestCase):
                     ("a2ats", "", "", 0.6), ("a2ats", "buckets, tuned", "--positions buckets --size 512", 0.5), ("a2ats", "searched: --size 256", "--size 256", 0.55))]
         chosen = tables.chosen_rows({"rows": rows}, 0.1)
         self.assertEqual([(row["kl"], usual["kl"]) for row, usual in chosen], [(0.05, 0.05), (0.1, 0.4), (0.2, 0.3), (0.5, 0.5), (0.55, 0.6)])
-        text = tables.short_table({"rows": rows}, 0.1)
+        text = tables.short_table({"rows": rows}, 0.1, None)
         self.assertIn("| `quest` (`--page 64`) | 10.0% | 12.0% | 0.2000 (0.2000 to 0.2000) | 0.3000 |", text)
         self.assertIn("| `wpq` | 10.0% | 12.0% | 0.0500 (0.0500 to 0.0500) |  |", text)
+        # On final text, a row keeps the options that lose least on validation text, even if others lose less there.
+        final = [row | {"kl": 0.25 if row["form"] == "tuned" else 0.15, "kl_by_block": [0.25 if row["form"] == "tuned" else 0.15] * 20} for row in rows if row["method"] != "lfps"]
+        text = tables.short_table({"rows": rows}, 0.1, {"rows": final})
+        self.assertIn("| `quest` (`--page 64`) | 10.0% | 12.0% | 0.2000 (0.2000 to 0.2000) | 0.3000 | 0.2500 (0.2500 to 0.2500) |", text)
+        self.assertIn("| `lfps` | 10.0% | 12.0% | 0.1000 (0.1000 to 0.1000) | 0.4000 |  |", text)
+
+    def test_an_artifact_that_was_fitted_to_a_final_work_is_refused(self):
+        final = {"table": "final-text", "works": ["prose"], "calibration": {"main": {"fitted": {"handbook": 8, "uuid": 1}}}}
+        self.assertIs(render.final_of({"final-text": final}, "text"), final)
+        self.assertIsNone(render.final_of({}, "questions-8192"))
+        final["calibration"]["main"]["fitted"]["prose"] = 1
+        with self.assertRaises(SystemExit):
+            render.final_of({"final-text": final}, "text")
 
     def test_questions_for_users_are_of_the_options_that_answer_most(self):
         rows = [{"method": method, "form": form, "options": options, "share": 0.1, "bytes_read_fraction": 0.1, "needle_accuracy": right, "scores_by_line": [[right]] * 20}
                 for method, form, options, right in (("quest", "", "", 0.2), ("quest", "tuned", "--page 64", 0.3), ("wpq", "", "", 0.6), ("wpq", "all directions", "--wpq-directions all", 0.7))]
-        lines = tables.short_questions({"rows": rows}).splitlines()
+        lines = tables.short_questions({"rows": rows}, None).splitlines()
         self.assertEqual(lines[2:], ["| `wpq` | 10.0% | 60.0% (60.0 to 60.0) |", "| `quest` (`--page 64`) | 10.0% | 30.0% (30.0 to 30.0) |"])
+        final = [row | {"needle_accuracy": 0.5, "scores_by_line": [[0.5]] * 20} for row in rows[1:]]
+        lines = tables.short_questions({"rows": rows}, {"rows": final}).splitlines()
+        self.assertEqual(lines[2:], ["| `wpq` | 10.0% | 60.0% (60.0 to 60.0) | 50.0% (50.0 to 50.0) |", "| `quest` (`--page 64`) | 10.0% | 30.0% (30.0 to 30.0) | 50.0% (50.0 to 50.0) |"])
 
     def test_speeds_stand_beside_losses(self):
         row = {"model": "smollm2-135m", "weights": "bf16", "cache": "bf16", "context": 8192, "rounds": [19.0, 21.0, 20.0], "tokens_per_s": 20.0}
