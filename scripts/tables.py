@@ -149,7 +149,7 @@ def short_table(document, share, final):
         rows.append([named(row), percent(row["bytes_read_fraction"]), percent(row.get("bytes_moved_fraction")), f"{row['kl']:.4f}" + spread(kl_interval(row), 4),
                      percent(row.get("top1_equal")), decimals("perplexity_ratio", 3)(row), decimals("kl", 4)(usual) if usual["kl"] != row["kl"] else "",
                      f"{other['kl']:.4f}" + spread(kl_interval(other), 4) if other else ""])
-    more = f"\nThese lose more: {', '.join(named(row) for row, _ in found[ROWS:])}.\n" if found[ROWS:] else ""
+    more = f"\nOn validation text, these lose more: {', '.join(named(row) for row, _ in found[ROWS:])}.\n" if found[ROWS:] else ""
     return filled(["method", "read", "moved", "KL, nats (95%)", "same top token", "perplexity ratio", "KL with the defaults", "KL on final text"], rows) + more
 
 
@@ -178,7 +178,7 @@ def short_questions(document, final):
             continue
         other = others.get(named(row))
         rows.append([named(row), percent(row["bytes_read_fraction"]), answered(row), answered(other) if other else ""])
-    rest = f"\nLess than {100 * FEW_ANSWERS:.0f}% with any of their options: {', '.join(few)}.\n" if few else ""
+    rest = f"\nLess than {100 * FEW_ANSWERS:.0f}% on validation text: {', '.join(few)}.\n" if few else ""
     return filled(["method", "read", "answered (95%)", "on final text"], rows) + rest
 
 
