@@ -19,6 +19,7 @@ import picture_data
 import pictures
 import render
 import results
+import sentences
 import study
 import sweep
 import tables
@@ -220,7 +221,7 @@ class Pages(unittest.TestCase):
         self.assertIsNone(made["study-lengths"])
 
     def test_words_that_a_document_no_longer_shows_stop_the_script(self):
-        for name, say, method, index in (("study-pays", render.study_sentence, "wpq", "random codewords"), ("equal-time", render.equal_time_sentence, "", "`selfindex`")):
+        for name, say, method, index in (("study-pays", sentences.study_sentence, "wpq", "random codewords"), ("equal-time", sentences.equal_time_sentence, "", "`selfindex`")):
             document = documents.load(name)
             self.assertIn("`wpq`", say(document))
             for row in document["rows"]:
@@ -255,6 +256,27 @@ class Pages(unittest.TestCase):
         two, one = "WRoPE, 256 words, two stages" + best, "WRoPE, 1,024 words"
         self.assertIn(f"an error of {at(two):.3f} instead of {at(one):.3f} at 10%, {at(two) / at(half + best):.0f} times that of `wpq`", page)
 
+    def test_figures_in_the_page_on_methods_are_those_of_the_documents(self):
+        page = (render.ROOT / "docs/methods.md").read_text(encoding="utf-8")
+
+        def lost(name, share, method, options=""):
+            [kl] = {row["kl"] for row in documents.load(name)["rows"] if (row["method"], row.get("options", ""), row["share"]) == (method, options, share) and "kl" in row}
+            return kl
+
+        def answered(name, method):
+            return 100 * sentences.best_answer(documents.load(name), [method])["needle_accuracy"]
+
+        best, buckets, few = "--pq-groups 4 --pq-bits 8", "--positions buckets --size 256", "--ds-channels 32"
+        self.assertIn("({:.3f} and {:.3f} nats); with".format(lost("long", 0.1, "a2ats"), lost("long", 0.1, "streaming")), page)
+        for words, name in (("little more than `pqcache` there", "long"), ("on [final text](results.md) more than twice as much", "final-long")):
+            self.assertIn("{} ({:.3f} and {:.3f})".format(words, lost(name, 0.1, "a2ats", buckets), lost(name, 0.1, "pqcache", best)), page)
+        self.assertGreater(lost("final-long", 0.1, "a2ats", buckets), 2 * lost("final-long", 0.1, "pqcache", best))
+        self.assertIn("({:.3f} and {:.3f} nats at 3,072 tokens, {:.4f} and {:.4f} at 8,192)".format(
+            lost("text", 0.1, "pqcache"), lost("text", 0.1, "wpq"), lost("long", 0.1, "pqcache", best), lost("long", 0.1, "wpq")), page)
+        self.assertIn("({:.0f}%, `wpq` {:.0f}%; on final text as many as `wpq`: {:.1f}% and {:.1f}%)".format(
+            *(answered(name, method) for name in ("questions-4096", "final-questions-4096") for method in ("pqcache", "wpq"))), page)
+        self.assertIn("comes nearer ({:.4f}, `wpq` {:.4f})".format(lost("text", 0.2, "doublesparsity", few), lost("text", 0.2, "wpq")), page)
+
     def test_a_row_for_users_has_the_options_that_lose_least(self):
         rows = [{"method": method, "form": form, "options": options, "share": 0.1, "kl": kl, "kl_by_block": [kl] * 20, "bytes_read_fraction": 0.1, "bytes_moved_fraction": 0.12}
                 for method, form, options, kl in (
@@ -273,12 +295,16 @@ class Pages(unittest.TestCase):
         self.assertIn("| `lfps` | 10.0% | 12.0% | 0.1000 (0.1000 to 0.1000) | 0.4000 |  |", text)
 
     def test_an_artifact_that_was_fitted_to_a_final_work_is_refused(self):
-        final = {"table": "final-text", "works": ["prose"], "calibration": {"main": {"fitted": {"handbook": 8, "uuid": 1}}}}
-        self.assertIs(render.final_of({"final-text": final}, "text"), final)
-        self.assertIsNone(render.final_of({}, "questions-8192"))
-        final["calibration"]["main"]["fitted"]["prose"] = 1
-        with self.assertRaises(SystemExit):
-            render.final_of({"final-text": final}, "text")
+        fitted = {"handbook": 8, "uuid": 1}
+        head = {"calibration": {"main": {"fitted": fitted}}}
+        final = {"final-text": head | {"table": "final-text", "works": ["prose"]}, "final-questions-4096": head | {"table": "final-questions-4096", "haystack": "prose-final"}}
+        self.assertIsNone(sentences.final_of(final, "questions-8192"))
+        for name in ("text", "questions-4096"):
+            self.assertIs(sentences.final_of(final, name), final[f"final-{name}"])
+        fitted["prose"] = 1
+        for name in ("text", "questions-4096"):
+            with self.assertRaises(SystemExit):
+                sentences.final_of(final, name)
 
     def test_questions_for_users_are_of_the_options_that_answer_most(self):
         rows = [{"method": method, "form": form, "options": options, "share": 0.1, "bytes_read_fraction": 0.1, "needle_accuracy": right, "scores_by_line": [[right]] * 20}
@@ -318,9 +344,9 @@ class Pages(unittest.TestCase):
         rows = [row | {"context": n, "method": method, "share": share, "bytes_read_fraction": share, "budget": share, "tokens_per_s": rate}
                 for n, method, share, rate in ((3072, "full", None, 30.0), (8192, "full", None, 20.0), (8192, "wpq", 0.05, 40.0), (8192, "wpq", 0.1, 25.0))]
         document = {"rows": rows, "runs": [{"models": ["smollm2-135m"], "machine": "A, 2 threads, avx2", "program": "kvsmith", "rounds": 1}]}
-        self.assertIn("SmolLM2-135M on A, 2 threads, 8,192 positions, tokens per second: full attention 20; at 10% of the bytes `wpq` 25 (1.2 times).", render.speed_sentence(document, {}))
+        self.assertIn("SmolLM2-135M on A, 2 threads, 8,192 positions, tokens per second: full attention 20; at 10% of the bytes `wpq` 25 (1.2 times).", sentences.speed_sentence(document, {}))
         losses = {"long": {"rows": [{"method": "wpq", "form": "", "share": 0.1, "budget": 0.1, "kl": 0.0027}]}}
-        self.assertIn("`wpq` 25 (1.2 times, KL 0.0027).", render.speed_sentence(document, losses))
+        self.assertIn("`wpq` 25 (1.2 times, KL 0.0027).", sentences.speed_sentence(document, losses))
         drawn = pictures.speeds(document, pictures.THEMES["light"])
         # Two marks of full attention, and the one of wpq at this share.
         self.assertIn(">wpq<", drawn)
@@ -338,10 +364,25 @@ class Pages(unittest.TestCase):
         def table(fitted, name="for-python"):
             return {"table": "text", "works": ["python"], "calibration": {name: {"fitted": {fitted: 10}}}}
 
-        render.require_other_works(table("handbook"))
+        sentences.require_other_works(table("handbook"))
         for document in (table("python"), table("handbook", "main")):
             with self.assertRaises(SystemExit):
-                render.require_other_works(document)
+                sentences.require_other_works(document)
+
+    def test_answers_on_final_text_are_told_apart_by_their_paired_differences(self):
+        def row(method, right, lines):
+            return {"method": method, "form": "", "options": "", "share": 0.1, "needle_accuracy": right, "scores_by_line": lines}
+
+        def said(theirs):
+            losses = [{"method": method, "form": "", "options": "", "share": share, "kl": kl, "kl_by_block": [kl] * 20} for method, kl in (("wpq", 0.1), ("quest", 0.2)) for share in (0.1, 0.2)]
+            head = {"length": 8, "calibration": {"main": {"fitted": {"handbook": 8}}}}
+            asked = {"questions": 20, "full_needle_accuracy": 0.5, "haystack": "prose-final", "table": "final-questions-4096",
+                     "rows": [row("wpq", 0.5, [[0], [1]] * 10), row("quest", 0.2, theirs)]}
+            return sentences.final_summary({"final-text": head | {"table": "final-text", "works": ["prose"], "rows": losses},
+                                         "final-long": head | {"table": "final-long", "works": ["prose"], "rows": losses}, "final-questions-4096": head | asked})
+
+        self.assertTrue(said([[0], [1]] * 10).endswith(": the two are not told apart."))
+        self.assertTrue(said([[0], [0]] * 10).endswith(": the two differ."))
 
     def test_our_form_of_a2ats_is_not_a_published_method(self):
         rows = [{"method": "a2ats", "form": form, "options": "", "share": 0.1, "kl": kl, "kl_by_block": [kl]} for form, kl in (("", 0.5), ("buckets", 0.1))]

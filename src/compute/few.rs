@@ -98,7 +98,7 @@ pub fn products(weight: &Bf16Rows, first: usize, inputs: &[InputRow], mut out: A
     let outs = outs.map(|out| out.into_slice().expect("contiguous rows"));
     let mut outs: Vec<&mut [f32]> = outs.collect();
     let mut start = 0;
-    // Groups of nearly equal sizes: four inputs take less time as two and two than as three and one.
+    // Groups of nearly equal sizes: an input alone would share nothing.
     for groups_left in (1..=inputs.len().div_ceil(TOGETHER)).rev() {
         let end = start + (inputs.len() - start).div_ceil(groups_left);
         let (inputs, outs) = (&inputs[start..end], &mut outs[start..end]);
