@@ -1,7 +1,7 @@
 """Make tasks in the style of RULER (arXiv 2404.06654) from a held-out text, as JSON lines.
 
     python3 tasks.py --haystack HELDOUT.txt --lengths 2048,4096,8192 --per-task 10 --seed 7 -o OUT.jsonl
-                     [--tasks single,multikey,multivalue,tracking,words,turns] [--tokenizer MODEL/tokenizer.json]
+                     [--tasks single,multikey,multivalue,tracking,words,turns] [--asked 8] [--tokenizer MODEL/tokenizer.json]
 
 A line has "task", "length", "seed", "index", "prompt" and "question". It also has "answer", with which a correct
 continuation begins, or "answers", each of which a correct continuation contains. Prompt, question and RESERVE tokens for the
@@ -15,8 +15,8 @@ reply together take between 97% and 100% of "length". A line of the task `turns`
                 all; the question states the number and the first variable and asks for the others
     words       words of the haystack in random order: COMMON words occur OFTEN times, all others RARELY times; the question
                 asks for the COMMON words
-    turns       the text gives the secret codes of TURNS names; a conversation asks for all of them, one after the other, so
-                the model reads one text for many questions
+    turns       the text gives the secret codes of FACTS names; a conversation asks for all of them, or for --asked of them,
+                one after the other, so the model reads one text for many questions
 
 With --tokenizer, the package `tokenizers` counts the tokens. Without it, the count is estimated as 1.45 tokens per word and
 one more per digit, and the standard library is enough. The same arguments give the same bytes.
@@ -28,13 +28,14 @@ import os
 import random
 import re
 import sys
+from functools import partial
 
 RESERVE = 40
 KEYS = 4
 VALUES = 4
 CHAIN = 4
 COMMON = 4
-TURNS = 8
+FACTS = 8
 RARELY, OFTEN = 2, 30
 NAMES = """Abner Beatrix Casimir Dorothea Eskil Fenella Gideon Hedwig Isidor Jocasta Konrad Lavinia Mortimer Nerissa
 Osbert Philippa Quentin Rosamund Sigmund Tabitha Ulrich Verena Wilfred Xanthe Yorick Zelda""".split()
@@ -169,11 +170,11 @@ def words(haystack, draw, tokens):
     return {"prompt": prompt, "question": question, "answers": common}
 
 
-def turns(haystack, draw, tokens):
-    told = secrets(draw, TURNS)
-    asked = [(question, answer) for _, question, answer in draw.sample(told, TURNS)]
+def turns(haystack, draw, tokens, asked=FACTS):
+    told = secrets(draw, FACTS)
+    asked = [(question, answer) for _, question, answer in draw.sample(told, asked)]
     all_asked = ".".join(question + answer for question, answer in asked)
-    prompts = [haystack.hide(draw, [fact for fact, _, _ in told], tokens - haystack.count(all_asked)), *["."] * (TURNS - 1)]
+    prompts = [haystack.hide(draw, [fact for fact, _, _ in told], tokens - haystack.count(all_asked)), *["."] * (len(asked) - 1)]
     return {"turns": [{"prompt": prompt, "question": question, "answer": answer}
                       for prompt, (question, answer) in zip(prompts, asked)]}
 
@@ -217,18 +218,20 @@ def main():
     parser.add_argument("--per-task", type=int, default=10, help="lines per task and length")
     parser.add_argument("--seed", type=int, default=0, help="seed of the random draws")
     parser.add_argument("--tasks", type=names, default=list(TASKS), help="tasks to make (default: all)")
+    parser.add_argument("--asked", type=int, choices=range(1, FACTS + 1), default=FACTS, metavar="N", help=f"facts of {FACTS} that a line of turns asks for")
     parser.add_argument("--tokenizer", help="tokenizer.json that counts the tokens")
     parser.add_argument("-o", "--output", required=True, help="the file to write")
     arguments = parser.parse_args()
     with open(arguments.haystack, encoding="utf-8") as file:
         haystack = Haystack(file.read(), counter(arguments.tokenizer))
+    tasks = TASKS | {"turns": partial(turns, asked=arguments.asked)}
     part = arguments.output + ".part"
     with open(part, "w", encoding="utf-8") as file:
         for task in arguments.tasks:
             for length in arguments.lengths:
                 for index in range(arguments.per_task):
                     draw = Draw(arguments.seed, task, length, index)
-                    asked = TASKS[task](haystack, draw, length - RESERVE)
+                    asked = tasks[task](haystack, draw, length - RESERVE)
                     found = haystack.count(fed(asked))
                     if not 0.97 * length <= found + RESERVE <= length:
                         fail(f"{task} cannot have {length} tokens, but {found}", "try another length or a larger haystack")

@@ -31,7 +31,7 @@ fn tasks_depend_on_the_seed_alone_and_hold_their_answers() {
 
     for line in json_lines(&text) {
         if line["task"] == "turns" {
-            check_turns(&line);
+            check_turns(&line, 8);
             continue;
         }
         let [task, prompt, question] = ["task", "prompt", "question"].map(|key| line[key].as_str().unwrap());
@@ -60,6 +60,13 @@ fn tasks_depend_on_the_seed_alone_and_hold_their_answers() {
         }
         check_length(&line, &format!("{prompt}{question}"));
     }
+    let text = make_tasks(
+        &scratch.path("some.jsonl"),
+        &root().join("calib-data/text.txt"),
+        "--tasks turns --asked 3 --lengths 2048 --per-task 3",
+    );
+    let lines = json_lines(&text).into_iter();
+    assert_eq!(lines.inspect(|line| check_turns(line, 3)).count(), 3);
 }
 
 /// Returns the line itself, or the first of its turns.
@@ -67,12 +74,13 @@ fn first_turn(line: &Value) -> &Value {
     line["turns"].get(0).unwrap_or(line)
 }
 
-/// Eight questions about one text, each answered by one of its sentences.
-fn check_turns(line: &Value) {
+/// Checks that a line hides eight facts in one text and asks for some of them, each another one.
+fn check_turns(line: &Value, questions: usize) {
     let turns = line["turns"].as_array().unwrap();
-    assert_eq!(turns.len(), 8);
+    assert_eq!(turns.len(), questions);
     let text = |turn: &Value, key: &str| turn[key].as_str().unwrap().to_owned();
     let haystack = text(&turns[0], "prompt");
+    assert_eq!(haystack.matches("The secret code of").count(), 8, "facts");
     let mut whole = String::new();
     let mut asked = HashSet::new();
     for turn in turns {
@@ -82,7 +90,7 @@ fn check_turns(line: &Value) {
         whole += &format!("{prompt}{question}{answer}");
         asked.insert(question);
     }
-    assert_eq!(asked.len(), 8, "every question is another one");
+    assert_eq!(asked.len(), questions, "every question is another one");
     check_length(line, &whole);
 }
 
