@@ -196,12 +196,13 @@ fn texts_are_as_listed_and_the_sets_apart() {
     ];
     for name in others {
         let other = text(name);
-        let long: Vec<&str> = other.lines().filter(|line| line.len() > 100).collect();
+        // Lines of dialogue and of source are shorter than paragraphs, and short ones may be equal by chance.
+        let long: Vec<&str> = other.lines().filter(|line| line.len() > 60).collect();
         let both = long.iter().filter(|line| calib.contains(**line)).count();
-        assert!(!long.is_empty());
+        assert!(!long.is_empty(), "{name}: no long line");
         assert!(
             both * 100 < long.len(),
-            "{name}: {both} of {} paragraphs are calibration text too",
+            "{name}: {both} of {} lines are calibration text too",
             long.len()
         );
     }
