@@ -12,7 +12,7 @@ use ndarray::ArrayViewMut2;
 use super::attention::lanes::{Avx2, Avx512};
 use super::attention::lanes::{LANES, Simd};
 use super::simd::{WIDE, fold, short_dot};
-use crate::prefetch::{AHEAD, prefetch_beyond};
+use crate::prefetch::prefetch_ahead;
 use crate::weight::Bf16Rows;
 
 /// Returns the dot product of a row of a weight with an input row. Prefetches the weights that follow.
@@ -26,7 +26,7 @@ fn dot(row: &[bf16], input: &[f32]) -> f32 {
     let ((chunks, row_tail), (inputs, tail)) = (row.as_chunks::<WIDE>(), input.as_chunks::<WIDE>());
     let mut acc = [0.0f32; WIDE];
     for (weights, inputs) in chunks.iter().zip(inputs) {
-        prefetch_beyond(weights, AHEAD);
+        prefetch_ahead(weights);
         for l in 0..WIDE {
             acc[l] += f32::from_bits(u32::from(weights[l].to_bits()) << 16) * inputs[l];
         }
@@ -206,7 +206,7 @@ fn partial_sums<S: Simd, const M: usize, const P: usize>(
     for (c, chunk) in chunks.iter().enumerate() {
         for (half, weights) in chunk.as_chunks::<HALF>().0.iter().enumerate() {
             if first == 0 {
-                prefetch_beyond(weights, AHEAD);
+                prefetch_ahead(weights);
             }
             let weights = simd.widen_pairs_bf16(weights);
             for m in 0..M {
