@@ -86,6 +86,12 @@ impl Quant {
         }
     }
 
+    /// Returns whether the values of a chunk have an offset.
+    #[inline(always)]
+    const fn has_offset(self) -> bool {
+        matches!(self, Self::Q4_1 | Self::Q5_1 | Self::Q4K | Self::Q5K)
+    }
+
     /// Returns the bytes of so many values, which fill whole blocks.
     pub fn bytes(self, values: usize) -> usize {
         let (each, bytes) = self.block();

@@ -6,7 +6,6 @@
 use half::bf16;
 use multiversion::multiversion;
 use multiversion::target::match_target;
-use ndarray::ArrayViewMut2;
 
 #[cfg(target_arch = "x86_64")]
 use super::attention::lanes::{Avx2, Avx512};
@@ -82,21 +81,18 @@ impl InputRow {
 /// Computes the products of every input row with `n` rows of a weight, from row `first` on.
 ///
 /// # Shapes
-/// out `[inputs, n]` (rows contiguous).
+/// outs `[inputs][n]`.
 ///
 /// # Numerics
 /// See [`dot`].
 ///
 /// # Panics
-/// Input rows of another length than the weight's, or not prepared for bf16; `out` of another shape.
-pub fn products(weight: &Bf16Rows, first: usize, inputs: &[InputRow], mut out: ArrayViewMut2<f32>) {
-    assert_eq!(inputs.len(), out.nrows(), "as many outputs as inputs");
+/// Input rows of another length than the weight's, or not prepared for bf16; `outs` of another shape.
+pub fn products(weight: &Bf16Rows, first: usize, inputs: &[InputRow], outs: &mut [&mut [f32]]) {
+    assert_eq!(inputs.len(), outs.len(), "as many outputs as inputs");
     for input in inputs {
         assert_eq!(input.values.len(), weight.cols(), "values of a product");
     }
-    let outs = out.rows_mut().into_iter();
-    let outs = outs.map(|out| out.into_slice().expect("contiguous rows"));
-    let mut outs: Vec<&mut [f32]> = outs.collect();
     let mut start = 0;
     // Groups of nearly equal sizes: an input alone would share nothing.
     for groups_left in (1..=inputs.len().div_ceil(TOGETHER)).rev() {
@@ -318,7 +314,12 @@ mod tests {
             let first = weight.rows() / 2;
             for n in 0..=inputs.len() {
                 let mut out = Array2::from_elem((n, weight.rows() - first), f32::NAN);
-                products(&rows, first, &inputs[..n], out.view_mut());
+                let mut outs: Vec<&mut [f32]> = out
+                    .rows_mut()
+                    .into_iter()
+                    .filter_map(|row| row.into_slice())
+                    .collect();
+                products(&rows, first, &inputs[..n], &mut outs);
                 assert_same_bits(out.view(), expected.slice(s![..n, first..]));
             }
         });

@@ -125,34 +125,29 @@ impl Linear {
 
     /// Computes the output channels from `first` on of few rows.
     fn few_channels(&self, rows: &FewRows, first: usize, mut out: ArrayViewMut2<f32>) {
+        let n = out.ncols();
+        let outs = out.rows_mut().into_iter();
+        let outs = outs.map(|out| out.into_slice().expect("contiguous rows"));
+        let mut outs: Vec<&mut [f32]> = outs.collect();
         if let Some(weights) = self.weight.bf16_rows() {
-            few::products(&weights, first, &rows.inputs, out.view_mut());
-            if let Some(bias) = &self.bias {
-                let bias = &bias[first..first + out.ncols()];
-                for mut out in out.rows_mut() {
-                    out.iter_mut().zip(bias).for_each(|(y, b)| *y += b);
+            few::products(&weights, first, &rows.inputs, &mut outs);
+        } else if let Stored::Quant(quant) = self.weight.stored() {
+            let weights: Vec<&[u8]> = (first..first + n).map(|row| self.weight.row_bytes(row)).collect();
+            dots(quant, &weights, &rows.rounded, &mut outs);
+        } else {
+            let mut wide = vec![0.0; self.weight.cols()];
+            for j in 0..n {
+                self.weight.read(first + j, 0, &mut wide);
+                for (out, input) in outs.iter_mut().zip(&rows.inputs) {
+                    out[j] = simd::dot(&wide, input.values());
                 }
             }
-            return;
         }
-        let mut wide = Vec::new();
-        for (j, mut column) in out.columns_mut().into_iter().enumerate() {
-            let row = first + j;
-            let bias = self.bias.as_ref().map_or(0.0, |b| b[row]);
-            if let Stored::Quant(quant) = self.weight.stored() {
-                let mut products = [0.0; FEW];
-                let products = &mut products[..rows.rounded.len()];
-                dots(quant, self.weight.row_bytes(row), &rows.rounded, products);
-                column
-                    .iter_mut()
-                    .zip(products)
-                    .for_each(|(y, product)| *y = bias + *product);
-                continue;
-            }
-            wide.resize(self.weight.cols(), 0.0);
-            self.weight.read(row, 0, &mut wide);
-            for (y, input) in column.iter_mut().zip(&rows.inputs) {
-                *y = bias + simd::dot(&wide, input.values());
+        if let Some(bias) = &self.bias {
+            for out in outs {
+                out.iter_mut()
+                    .zip(&bias[first..first + n])
+                    .for_each(|(y, b)| *y += b);
             }
         }
     }

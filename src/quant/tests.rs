@@ -1,6 +1,37 @@
 use super::products::plain;
+#[cfg(target_arch = "x86_64")]
+use super::products::{AT_ONCE, vnni, x86};
 use super::*;
 use crate::testing::{numbers, values};
+
+/// Computes the products of one row with at most four rows of inputs.
+type Form = fn(Quant, &[u8], &[RoundedRow], &mut [f32]);
+
+/// Returns the forms of [`dots`] that this machine has, with their names.
+fn forms() -> Vec<(&'static str, Form)> {
+    let mut forms: Vec<(&str, Form)> = vec![("plain", plain)];
+    #[cfg(target_arch = "x86_64")]
+    {
+        if is_x86_feature_detected!("avx2") && is_x86_feature_detected!("f16c") {
+            // SAFETY: the machine has AVX2 and F16C.
+            forms.push(("AVX2", |quant, row, x, out| unsafe {
+                x86::dots(quant, row, x, out)
+            }));
+        }
+        if is_x86_feature_detected!("avx512f")
+            && is_x86_feature_detected!("avx512bw")
+            && is_x86_feature_detected!("avx512vl")
+            && is_x86_feature_detected!("avx512vnni")
+        {
+            forms.push(("VNNI", |quant, row, x, out| {
+                // SAFETY: the machine has AVX-512 F, BW, VL and VNNI, and with them F16C.
+                let products = unsafe { vnni::dots(quant, &[row; AT_ONCE], x) };
+                out.iter_mut().zip(products).for_each(|(out, of)| *out = of[0]);
+            }));
+        }
+    }
+    forms
+}
 
 /// A row of so many random blocks, with scales that are ordinary numbers.
 fn row(quant: Quant, blocks: usize, seed: u32) -> Vec<u8> {
@@ -40,38 +71,54 @@ fn exact(quant: Quant, row: &[u8], x: &RoundedRow) -> (f64, f64) {
     (sum, size)
 }
 
+/// Returns the products of rows with inputs, `[inputs][rows]`.
+fn products(quant: Quant, rows: &[&[u8]], inputs: &[RoundedRow]) -> Vec<Vec<f32>> {
+    let mut out = vec![vec![f32::NAN; rows.len()]; inputs.len()];
+    let mut outs: Vec<&mut [f32]> = out.iter_mut().map(Vec::as_mut_slice).collect();
+    dots(quant, rows, inputs, &mut outs);
+    out
+}
+
 #[test]
 fn products_are_those_of_the_values() {
     for (quant, _) in Quant::ALL {
         let (values_of, _) = quant.block();
         for blocks in [1, 3, 10] {
-            let row = row(quant, blocks, 7);
+            let rows: Vec<Vec<u8>> = (0..6).map(|seed| row(quant, blocks, seed + 7)).collect();
             let n = blocks * values_of;
-            // More rows than are multiplied at once.
+            // More rows and more inputs than are multiplied at once.
             let inputs = (0..6).map(|seed| RoundedRow::new(&values(n, seed + 1)));
             let inputs: Vec<RoundedRow> = inputs.collect();
-            let mut out = vec![f32::NAN; inputs.len()];
-            dots(quant, &row, &inputs, &mut out);
-            for (found, x) in out.iter().zip(&inputs) {
-                let (sum, size) = exact(quant, &row, x);
-                // A term is rounded with its scale, its product and the sum of the inputs, and in each later addition.
-                let bound = (n / CHUNK + 8) as f64 * 2f64.powi(-24) * size;
-                assert!(
-                    (f64::from(*found) - sum).abs() <= bound,
-                    "{quant:?} {blocks}: {found} {sum}"
-                );
-                // Alone, and in plain Rust, the bits are the same.
-                let (mut alone, mut in_plain) = ([f32::NAN], [f32::NAN]);
-                let x = std::slice::from_ref(x);
-                dots(quant, &row, x, &mut alone);
-                plain(quant, &row, x, &mut in_plain);
-                assert_eq!(
-                    [alone[0], in_plain[0]].map(f32::to_bits),
-                    [found.to_bits(); 2],
-                    "{quant:?}"
-                );
+            for count in 1..=rows.len() {
+                let rows: Vec<&[u8]> = rows[..count].iter().map(Vec::as_slice).collect();
+                let found = products(quant, &rows, &inputs);
+                for (found, x) in found.iter().zip(&inputs) {
+                    for (found, row) in found.iter().zip(&rows) {
+                        check_product(quant, row, x, *found);
+                    }
+                }
             }
         }
+    }
+}
+
+/// Checks a product against the values, and its bits against the product of the row and the input alone, on every instruction
+/// set that this machine has.
+fn check_product(quant: Quant, row: &[u8], x: &RoundedRow, found: f32) {
+    let (sum, size) = exact(quant, row, x);
+    // A term is rounded with its scale, its product and the sum of the inputs, and in each later addition.
+    let bound = (x.codes.len() + 8) as f64 * 2f64.powi(-24) * size;
+    assert!(
+        (f64::from(found) - sum).abs() <= bound,
+        "{quant:?}: {found} {sum}"
+    );
+    let x = std::slice::from_ref(x);
+    let alone = products(quant, &[row], x)[0][0];
+    assert_eq!(alone.to_bits(), found.to_bits(), "{quant:?}");
+    for (name, of) in forms() {
+        let mut out = [f32::NAN];
+        of(quant, row, x, &mut out);
+        assert_eq!(out[0].to_bits(), found.to_bits(), "{quant:?} {name}");
     }
 }
 
@@ -85,9 +132,11 @@ fn the_largest_codes_are_multiplied_exactly() {
             block[..2].copy_from_slice(&f16::ONE.to_le_bytes());
         }
         let x = RoundedRow::new(&vec![x * 127.0; 3 * values_of]);
-        let mut out = [f32::NAN];
-        dots(Quant::Q8_0, &row, std::slice::from_ref(&x), &mut out);
-        assert_eq!(f64::from(out[0]), exact(Quant::Q8_0, &row, &x).0);
+        for (name, of) in forms() {
+            let mut out = [f32::NAN];
+            of(Quant::Q8_0, &row, std::slice::from_ref(&x), &mut out);
+            assert_eq!(f64::from(out[0]), exact(Quant::Q8_0, &row, &x).0, "{name}");
+        }
     }
 }
 
@@ -132,11 +181,15 @@ fn inputs_that_are_not_finite_make_products_that_are_not() {
     for bad in [f32::NAN, f32::INFINITY] {
         let mut x = vec![1.0; 64];
         x[40] = bad;
-        let mut out = [0.0];
-        dots(Quant::Q8_0, &row, &[RoundedRow::new(&x)], &mut out);
-        assert!(!out[0].is_finite(), "{bad}: {out:?}");
+        for (name, of) in forms() {
+            let mut out = [0.0];
+            of(Quant::Q8_0, &row, &[RoundedRow::new(&x)], &mut out);
+            assert!(!out[0].is_finite(), "{bad} {name}: {out:?}");
+        }
     }
-    let mut out = [f32::NAN];
-    dots(Quant::Q8_0, &row, &[RoundedRow::new(&[0.0; 64])], &mut out);
-    assert_eq!(out, [0.0]);
+    for (name, of) in forms() {
+        let mut out = [f32::NAN];
+        of(Quant::Q8_0, &row, &[RoundedRow::new(&[0.0; 64])], &mut out);
+        assert_eq!(out, [0.0], "{name}");
+    }
 }

@@ -37,12 +37,11 @@ fn with_type<const Q: u8>(row: &[u8], x: &[RoundedRow], out: &mut [f32]) {
 fn with_rows<const Q: u8, const N: usize>(row: &[u8], x: [&RoundedRow; N], out: &mut [f32]) {
     let quant = const { Quant::ALL[Q as usize].0 };
     let (mut sums, mut offsets) = ([_mm256_setzero_ps(); N], [0.0; N]);
-    let widen = |bits: u16| _mm_cvtss_f32(_mm_cvtph_ps(_mm_cvtsi32_si128(i32::from(bits))));
     let (values, bytes) = quant.block();
     for (b, block) in row.chunks_exact(bytes).enumerate() {
         for at in 0..values / CHUNK {
             let (i, codes) = (b * values / CHUNK + at, codes(quant, block, at));
-            let (scales, offset) = quant.scales(block, at, widen);
+            let (scales, offset) = quant.scales(block, at, |bits| widen(bits));
             let scales = _mm256_set_m128(_mm_set1_ps(scales[1]), _mm_set1_ps(scales[0]));
             // One factor of the 8-bit products must be unsigned: 2 * 128 * 127 is the most that two of them give.
             let sizes = _mm256_abs_epi8(codes);
@@ -52,7 +51,9 @@ fn with_rows<const Q: u8, const N: usize>(row: &[u8], x: [&RoundedRow; N], out: 
                 let fours = _mm256_cvtepi32_ps(_mm256_madd_epi16(pairs, _mm256_set1_epi16(1)));
                 let scales = _mm256_mul_ps(scales, _mm256_set1_ps(x.scales[i]));
                 *sums = _mm256_add_ps(*sums, _mm256_mul_ps(scales, fours));
-                *offsets += offset * x.sums[i];
+                if quant.has_offset() {
+                    *offsets += offset * x.sums[i];
+                }
             }
         }
     }
@@ -64,17 +65,35 @@ fn with_rows<const Q: u8, const N: usize>(row: &[u8], x: [&RoundedRow; N], out: 
     }
 }
 
+/// Widens a number in f16.
+#[inline]
+#[target_feature(enable = "f16c")]
+pub fn widen(bits: u16) -> f32 {
+    _mm_cvtss_f32(_mm_cvtph_ps(_mm_cvtsi32_si128(i32::from(bits))))
+}
+
 /// Decodes the integer codes of chunk `at` of a block, as [`Quant::codes`] does.
 #[inline]
 #[target_feature(enable = "avx2")]
 fn codes(quant: Quant, block: &[u8], at: usize) -> __m256i {
+    let bias = match quant {
+        Quant::Q4_0 => 8,
+        Quant::Q5_0 => 16,
+        Quant::Q6K => 32,
+        _ => return raw_codes(quant, block, at),
+    };
+    _mm256_sub_epi8(raw_codes(quant, block, at), _mm256_set1_epi8(bias))
+}
+
+/// Decodes the codes of chunk `at` of a block as they are stored: without the sign that [`codes`] gives to those of Q4_0, Q5_0
+/// and Q6_K.
+#[inline]
+#[target_feature(enable = "avx2")]
+pub fn raw_codes(quant: Quant, block: &[u8], at: usize) -> __m256i {
     match quant {
-        Quant::Q4_0 => _mm256_sub_epi8(nibbles(block, 2), _mm256_set1_epi8(8)),
+        Quant::Q4_0 => nibbles(block, 2),
         Quant::Q4_1 => nibbles(block, 4),
-        Quant::Q5_0 => {
-            let codes = _mm256_or_si256(nibbles(block, 6), fifth_bits(block, 2));
-            _mm256_sub_epi8(codes, _mm256_set1_epi8(16))
-        }
+        Quant::Q5_0 => _mm256_or_si256(nibbles(block, 6), fifth_bits(block, 2)),
         Quant::Q5_1 => _mm256_or_si256(nibbles(block, 8), fifth_bits(block, 4)),
         Quant::Q8_0 => load(block, 2),
         Quant::Q4K => bits(load(block, 16 + at / 2 * CHUNK), 4 * (at % 2), 15),
@@ -87,8 +106,7 @@ fn codes(quant: Quant, block: &[u8], at: usize) -> __m256i {
             let (side, part) = (at / 4, at % 4);
             let low = bits(load(block, 64 * side + 32 * (part % 2)), 4 * (part / 2), 15);
             let high = bits(load(block, 128 + 32 * side), 2 * part, 3);
-            let codes = _mm256_or_si256(low, _mm256_slli_epi16::<4>(high));
-            _mm256_sub_epi8(codes, _mm256_set1_epi8(32))
+            _mm256_or_si256(low, _mm256_slli_epi16::<4>(high))
         }
     }
 }
@@ -96,7 +114,7 @@ fn codes(quant: Quant, block: &[u8], at: usize) -> __m256i {
 /// Reads 32 bytes from byte `at` on.
 #[inline]
 #[target_feature(enable = "avx2")]
-fn load(bytes: &[u8], at: usize) -> __m256i {
+pub fn load(bytes: &[u8], at: usize) -> __m256i {
     let bytes = &bytes[at..at + 32];
     // SAFETY: the slice has 32 bytes.
     unsafe { _mm256_loadu_si256(bytes.as_ptr().cast()) }
