@@ -226,6 +226,7 @@ def blocks(found):
         words = "Tokens per second against the length of the context, for full attention and for methods that read a tenth of the cache"
         made["speeds"] = "\n".join([picture("speed", words, "docs/pictures/"), sentences.wrapped(sentences.speed_sentence(found["decode"], found), README_WIDTH) + "\n"])
     made["equal-time-said"] = found["equal-time"] and sentences.wrapped(sentences.equal_time_sentence(found["equal-time"])) + "\n"
+    made["prompts"] = found["prompts"] and sentences.wrapped(sentences.prompts_sentence(found["prompts"])) + "\n"
     made["study-pays-said"] = found["study-pays"] and sentences.wrapped(sentences.study_sentence(found["study-pays"])) + "\n"
     made["scale"] = document and sentences.scale(document, share)
     made["example"] = found["text"] and sentences.example(found["text"])
@@ -254,7 +255,7 @@ def rendered(found):
 
 
 def main():
-    names = {name for name, _ in TEXTS} | {"claims", "questions-4096", "questions-8192", "easy-4096", "final-questions-4096", "decode", "times", *OTHERS}
+    names = {name for name, _ in TEXTS} | {"claims", "questions-4096", "questions-8192", "easy-4096", "final-questions-4096", "decode", "times", "prompts", *OTHERS}
     found = {name: documents.load(name) for name in names}
     for page, text in rendered(found).items():
         if "--check" not in sys.argv[1:]:

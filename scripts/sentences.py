@@ -210,6 +210,31 @@ def retrieval(document, easy):
     return wrapped(said) + "\n"
 
 
+def prompts_sentence(document):
+    """Say how a prompt's projections and attention compare with those of PyTorch, in the faster of its types."""
+    times = {(row["program"], row["precision"], row["part"], row["tokens"], row["threads"]): row["seconds"] for row in document["rows"]}
+    settings = sorted({key[3:] for key in times})
+
+    def range_of(ratios, words):
+        low, high = (f"{end:.2f}" for end in (min(ratios), max(ratios)))
+        return f"{low if low == high else f'{low} to {high}'} times {words}"
+
+    def ratios(part, precision, against):
+        """Return for each setting how many times as long the slowest or fastest of `against` takes as kvsmith."""
+        return [min(times[who, kind, part, *at] for who, kind in against) / times["kvsmith", precision, part, *at] for at in settings]
+
+    peers, own = (("PyTorch", "f32"), ("PyTorch", "bf16")), (("kvsmith", "f32"),)
+    each = [f"its {part} {range_of(ratios(part, 'bf16', own), 'as fast as in f32')} and {range_of(ratios(part, 'bf16', peers), 'as fast as PyTorch in the faster of f32 and bf16')}"
+            for part in ("projections", "attention")]
+    name = ", ".join(part.strip() for part in document["machine"].split(",")[:1])
+    layer = document["layer"]
+    tokens = listed([f"{n:,}" for n in sorted({at[0] for at in settings})])
+    threads = listed([str(n) for n in sorted({at[1] for at in settings})])
+    return (f"With `--precision bf16`, prompts on processors with AVX512-BF16 round what they multiply with weights in bf16, and keys, queries and values, to bf16. On an {name}, "
+            f"a layer of Llama-3.1-8B's size ({layer['hidden']:,} channels, {layer['intermediate']:,} in its MLP), {tokens} tokens, {threads} threads: {listed(each)} "
+            f"({document['peer']}, in turns; [prompts.json](results/prompts.json)).")
+
+
 def speed_sentence(document, found):
     """Say how many tokens per second the longest context of the real model gives, with full attention and with methods at equal bytes."""
     rows = pictures.at_equal_bytes(document)

@@ -60,6 +60,7 @@ fn cpu_features() -> Vec<&'static str> {
         ("avx512f", std::arch::is_x86_feature_detected!("avx512f")),
         ("avx512bw", std::arch::is_x86_feature_detected!("avx512bw")),
         ("avx512dq", std::arch::is_x86_feature_detected!("avx512dq")),
+        ("avx512bf16", std::arch::is_x86_feature_detected!("avx512bf16")),
         ("avx512vnni", std::arch::is_x86_feature_detected!("avx512vnni")),
     ];
     #[cfg(not(target_arch = "x86_64"))]

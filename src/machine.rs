@@ -2,21 +2,22 @@
 
 use std::sync::Once;
 
-use crate::compute::Precision;
 use crate::compute::cuda::driver::Driver;
 use crate::compute::device::Device;
+use crate::compute::{Precision, pairs};
 use crate::cuda::check_model;
 use crate::cuda::layers::CudaLayers;
 pub use crate::cuda::room::Extent;
 use crate::cuda::room::Source;
 pub use crate::cuda::sequences::RowsIn;
 use crate::env::Reporter;
-use crate::error::Result;
+use crate::error::{Error, Result};
 use crate::float::Float;
 use crate::method::Method;
 use crate::model::Decoder;
 use crate::model::forward::{CpuForward, CpuLayers, Forward, Layers};
 use crate::runner::{DecodeOptions, Engine};
+use crate::weight::Stored;
 
 /// What users are told where a model runs on a GPU, but its caches do not.
 pub const ON_CPU: &str = "the KV cache and the selection are on the CPU";
@@ -28,7 +29,7 @@ pub struct Machine<'a> {
     pub device: &'a dyn Device,
     /// Whether a model that the GPU cannot run runs on the CPU; if not, that is an error.
     pub falls_back: bool,
-    /// The type of what a GPU multiplies with 16-bit weights.
+    /// The type of what is multiplied with 16-bit weights: of prompts on the CPU, of everything on a GPU.
     pub precision: Precision,
     /// Which memory holds the cached rows of a model that runs on a GPU.
     pub rows: RowsIn,
@@ -51,8 +52,9 @@ impl<'a> Machine<'a> {
     /// Tells whether the device is a GPU that can run the model.
     ///
     /// # Errors
-    /// The GPU cannot run the model, and no other device may.
+    /// The GPU cannot run the model, and no other device may; a precision that is not that of the model's weights.
     pub fn can_run(&self, decoder: &Decoder) -> Result<bool> {
+        self.check_precision(decoder)?;
         let Some(driver) = self.device.cuda() else {
             return Ok(false);
         };
@@ -67,6 +69,29 @@ impl<'a> Machine<'a> {
             }
             Err(e) => Err(e),
         }
+    }
+
+    /// Returns the precision for a model on the CPU.
+    ///
+    /// # Errors
+    /// bf16 on a processor that has no instruction for it.
+    pub fn on_cpu(&self) -> Result<Precision> {
+        if self.precision == Precision::Bf16 {
+            pairs::check()?;
+        }
+        Ok(self.precision)
+    }
+
+    /// Fails if what is multiplied with the weights is to be rounded to another type than theirs.
+    fn check_precision(&self, decoder: &Decoder) -> Result<()> {
+        let stored = decoder.stored()?;
+        if self.precision == Precision::Bf16 && stored != Stored::Float(Float::Bf16) {
+            let name = stored.name();
+            let wrong =
+                format!("⟨precision=bf16⟩ needs weights in BF16, and those of this model are in {name}");
+            return Err(Error::usage(wrong).hint("omit ⟨precision⟩"));
+        }
+        Ok(())
     }
 
     /// Warns once if the GPU's library for products is missing and the model would use it: products in f32 do not.
@@ -89,7 +114,7 @@ impl<'a> Machine<'a> {
         let on_gpu = self.can_run(decoder)?;
         Ok(match self.device.cuda().filter(|_| on_gpu) {
             Some(driver) => Box::new(CudaLayers::new(driver, decoder, self.precision)?),
-            None => Box::new(CpuLayers(decoder)),
+            None => Box::new(CpuLayers(decoder, self.on_cpu()?)),
         })
     }
 
@@ -157,7 +182,7 @@ impl<'a> Machine<'a> {
         let on_gpu = self.can_run(decoder)?;
         Ok(match self.device.cuda().filter(|_| on_gpu) {
             Some(driver) => Box::new(source(driver).forward(&extent, &|text| self.reporter.detail(text))?),
-            None => Box::new(CpuForward::new(decoder)?),
+            None => Box::new(CpuForward::with_precision(decoder, self.on_cpu()?)?),
         })
     }
 }

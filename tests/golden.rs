@@ -1,9 +1,13 @@
 //! The decoder against transformers: every family and rope type of `tests/fixtures/golden`.
 
-use crate::common::golden::{Golden, all, check_states, generate, options};
+use crate::common::golden::{Golden, all, check_states, generate, options, worst};
+use kvsmith::internal::compute::Precision;
+use kvsmith::internal::float::Float;
 use kvsmith::internal::kv::KvType;
+use kvsmith::internal::model::forward::CpuForward;
 use kvsmith::internal::model::{Checkpoint, ModelConfig};
-use kvsmith::internal::runner::Session;
+use kvsmith::internal::runner::{CpuBackend, Session};
+use kvsmith::internal::weight::Stored;
 
 #[test]
 fn captured_states_match() {
@@ -94,6 +98,35 @@ fn weights_are_counted_as_layers_have_them() {
                 "{name} {i}"
             );
         }
+    }
+}
+
+/// Rounded inputs change the logits of models in bf16 a little, and those of other models not at all.
+#[test]
+fn prompts_in_bf16_are_near_those_in_f32() {
+    for (name, dir) in all() {
+        let golden = Golden::open(&dir);
+        let decoder = &golden.decoder;
+        let logits = |precision| {
+            let forward = Box::new(CpuForward::with_precision(decoder, precision).unwrap());
+            let backend = CpuBackend::new(
+                forward,
+                golden.method("full").as_ref(),
+                options("1.0", KvType::F32),
+                64,
+            );
+            Session::new(backend).prefill(&golden.ids).unwrap()
+        };
+        let (exact, rounded) = (logits(Precision::F32), logits(Precision::Bf16));
+        let off = worst(&exact, &rounded);
+        if decoder.stored().unwrap() != Stored::Float(Float::Bf16) {
+            assert_eq!(off, 0.0, "{name}");
+            continue;
+        }
+        let largest = exact.iter().fold(f32::MIN, |a, x| a.max(*x));
+        let spread = largest - exact.iter().fold(f32::MAX, |a, x| a.min(*x));
+        // An input is off by up to 2^-8 of it, in each of at most four layers.
+        assert!(off > 0.0 && off < 0.05 * spread, "{name}: {off} of {spread}");
     }
 }
 

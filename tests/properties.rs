@@ -341,7 +341,7 @@ fn causal_attention_is_that_of_the_definition() {
             cube(g, n, &mut rng),
         );
         let mut out = Array2::from_elem((m, g * r * d), f32::NAN);
-        attention::causal(q.view(), k.view(), v.view(), first, window, out.view_mut());
+        attention::causal(q.view(), k.view(), v.view(), first, window, false, out.view_mut());
         let what = format!("m {m} r {r} d {d} first {first} window {window:?}");
         let exact = reference::causal(q.view(), k.view(), v.view(), first, window);
         close(out, exact.iter(), &what);

@@ -7,6 +7,7 @@ use multiversion::multiversion;
 use multiversion::target::match_target;
 
 use super::attention::lanes::fused;
+use super::pairs;
 
 /// Rows of the right factor, and columns of the result, in one block.
 pub const SIDE: usize = 128;
@@ -73,6 +74,99 @@ pub fn multiply(a: &[Row], depth: usize, b: &[PanelLine], panels: usize, c: &mut
         "x86_64+avx2+fma" => multiply_panels::<6, 16, true>(a, depth, b, panels, c, add),
         "aarch64+neon" => multiply_panels::<4, 16, true>(a, depth, b, panels, c, add),
         _ => multiply_panels::<1, 32, false>(a, depth, b, panels, c, add),
+    }
+}
+
+/// Computes [`multiply`] with two bf16 values, a pair, in place of each value of the factors ([`super::pairs`]): a sum takes the
+/// products of both.
+///
+/// # Numerics
+/// Those of the instruction VDPBF16PS, on every instruction set: each sum starts at zero and takes, pair by pair, the product of
+/// the second values and then that of the first ones, rounded to f32 after each; numbers below 2^-126 count as zero. With `add`,
+/// the sum is then added to c in f32.
+#[multiversion(targets("x86_64+avx512f+avx512vl+avx512bf16"))]
+pub fn multiply_pairs(a: &[Row], depth: usize, b: &[PanelLine], panels: usize, c: &mut [Row], add: bool) {
+    let (depth, panels) = (depth.min(SIDE), panels.min(PANELS));
+    assert!(
+        b.len() >= panels.saturating_sub(1) * SIDE + depth,
+        "lines of the panels"
+    );
+    let (a, c) = (a.as_chunks::<TILE>().0, c.as_chunks_mut::<TILE>().0);
+    for p in 0..panels {
+        let lines = &b[p * SIDE..][..depth];
+        for (a, c) in a.iter().zip(&mut *c) {
+            match_target! {
+                // SAFETY: this arm is chosen only on machines with AVX512-BF16.
+                "x86_64+avx512f+avx512vl+avx512bf16" => unsafe { x86::multiply_pairs(a, lines, p, c, add) },
+                _ => multiply_pairs_plain(a, lines, p, c, add),
+            }
+        }
+    }
+}
+
+/// Computes one panel of [`multiply_pairs`] for a tile of rows.
+fn multiply_pairs_plain(a: &[Row; TILE], lines: &[PanelLine], panel: usize, c: &mut [Row; TILE], add: bool) {
+    for (a, c) in a.iter().zip(c) {
+        let c = &mut c.0.as_chunks_mut::<PANEL>().0[panel];
+        for (l, c) in c.iter_mut().enumerate() {
+            let pairs = a.0.iter().zip(lines);
+            let sum = pairs.fold(0.0, |sum, (a, line)| pairs::add_products(sum, *a, line.0[l]));
+            *c = if add { *c + sum } else { sum };
+        }
+    }
+}
+
+#[cfg(target_arch = "x86_64")]
+mod x86 {
+    use std::arch::x86_64::*;
+    use std::mem::transmute;
+
+    use super::{PANEL, PanelLine, Row, TILE};
+
+    /// Vectors of a line of a panel.
+    const VECTORS: usize = PANEL / 16;
+
+    /// Implements [`super::multiply_pairs_plain`].
+    #[target_feature(enable = "avx512f,avx512vl,avx512bf16")]
+    pub fn multiply_pairs(
+        a: &[Row; TILE],
+        lines: &[PanelLine],
+        panel: usize,
+        c: &mut [Row; TILE],
+        add: bool,
+    ) {
+        let mut sums = [[_mm512_setzero_ps(); VECTORS]; TILE];
+        for (k, line) in lines.iter().enumerate() {
+            let mut right = [_mm512_setzero_ps(); VECTORS];
+            for v in 0..VECTORS {
+                // SAFETY: a line has VECTORS vectors.
+                right[v] = unsafe { _mm512_load_ps(line.0.as_ptr().add(16 * v)) };
+            }
+            for r in 0..TILE {
+                // SAFETY: there are at most as many lines as a row has values; both types have 64 bytes.
+                unsafe {
+                    let left: __m512bh = transmute(_mm512_set1_ps(*a[r].0.get_unchecked(k)));
+                    for v in 0..VECTORS {
+                        let right: __m512bh = transmute(right[v]);
+                        sums[r][v] = _mm512_dpbf16_ps(sums[r][v], left, right);
+                    }
+                }
+            }
+        }
+        for r in 0..TILE {
+            let to = &mut c[r].0.as_chunks_mut::<PANEL>().0[panel];
+            for v in 0..VECTORS {
+                // SAFETY: a panel has VECTORS vectors of columns, on the line of a cache.
+                unsafe {
+                    let to = to.as_mut_ptr().add(16 * v);
+                    let sum = match add {
+                        true => _mm512_add_ps(_mm512_load_ps(to), sums[r][v]),
+                        false => sums[r][v],
+                    };
+                    _mm512_store_ps(to, sum);
+                }
+            }
+        }
     }
 }
 
@@ -313,6 +407,43 @@ mod tests {
                         );
                     }
                 }
+            }
+        }
+    }
+
+    #[test]
+    fn products_of_pairs_have_the_bits_of_the_plain_form() {
+        let mut next = crate::testing::numbers(5);
+        // Values of every size, some of them below the least ordinary number, whose sums stay finite.
+        let mut half = || {
+            let bits = next() >> 16;
+            let exponent = [0, 1, 100, 120, 127, 130, 140, 60][(bits >> 8 & 7) as usize];
+            bits & 0x807f | exponent << 7
+        };
+        let mut pair = || f32::from_bits(half() | half() << 16);
+        for (n, depth, panels) in [(12, 1, 1), (24, 64, 4), (36, 127, 3), (12, 128, 2)] {
+            let row = |_| Row(std::array::from_fn(|_| pair()));
+            let a: Vec<Row> = (0..n).map(row).collect();
+            let line = |_| PanelLine(std::array::from_fn(|_| pair()));
+            let b: Vec<PanelLine> = (0..panels * SIDE).map(line).collect();
+            for add in [false, true] {
+                let mut found = rows(n, 7);
+                let mut expected = found.clone();
+                multiply_pairs(&a, depth, &b, panels, &mut found, add);
+                let tiles = expected.as_chunks_mut::<TILE>().0.iter_mut();
+                for (c, a) in tiles.zip(a.as_chunks::<TILE>().0) {
+                    for p in 0..panels {
+                        multiply_pairs_plain(a, &b[p * SIDE..][..depth], p, c, add);
+                    }
+                }
+                let bits = |rows: &[Row]| {
+                    Row::values(rows)
+                        .iter()
+                        .map(|x| x.to_bits())
+                        .collect::<Vec<u32>>()
+                };
+                assert!(bits(&found) == bits(&expected), "{n} {depth} {panels} {add}");
+                assert!(Row::values(&found).iter().all(|x| x.is_finite()));
             }
         }
     }

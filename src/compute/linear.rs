@@ -2,12 +2,14 @@
 
 use std::cell::Cell;
 
-use ndarray::{ArrayView2, ArrayViewMut2, Axis, s};
+use ndarray::{Array2, ArrayView2, ArrayViewMut2, Axis, s};
 use rayon::prelude::*;
 
-use super::blocks::{PANEL, PANELS, PanelLine, Row, SIDE, TILE, multiply, transpose};
+use super::blocks::{PANEL, PANELS, PanelLine, Row, SIDE, TILE, multiply, multiply_pairs, transpose};
 use super::few::{self, InputRow};
-use super::{pieces, simd, team};
+use super::layout::elements_mut;
+use super::{pairs, pieces, simd, team};
+use crate::float::Float;
 use crate::prefetch::prefetch;
 use crate::quant::{RoundedRow, dots};
 use crate::weight::{Stored, Weight};
@@ -27,9 +29,20 @@ pub struct Linear {
     pub weight: Weight,
     /// b `[out]`.
     pub bias: Option<Vec<f32>>,
+    /// Whether more than [`FEW`] input rows are rounded to bf16 if the weight is in bf16.
+    pub rounds: bool,
 }
 
 impl Linear {
+    /// Makes a projection in f32.
+    pub fn new(weight: Weight, bias: Option<Vec<f32>>) -> Self {
+        Self {
+            weight,
+            bias,
+            rounds: false,
+        }
+    }
+
     /// Applies the projection to every row of `x`.
     ///
     /// # Shapes
@@ -39,13 +52,18 @@ impl Linear {
     /// f32 products and sums, with weights widened exactly; with at most four input rows and a quantised weight, the inputs are
     /// rounded to 8 bits per value ([`dots`]). With more than four input rows, each sum over 128 input
     /// channels takes fused multiply-adds; these sums are added in order, and then the bias. The bits of a row are the
-    /// same on every instruction set and do not depend on the other rows.
+    /// same on every instruction set and do not depend on the other rows. With `rounds` and a weight in bf16, more than four
+    /// input rows are rounded to bf16 instead, and each sum takes 256 input channels, pair by pair
+    /// ([`multiply_pairs`]).
     pub fn forward(&self, x: ArrayView2<f32>, mut out: ArrayViewMut2<f32>) {
         if x.nrows() <= FEW {
             forward_few(x, vec![(self, out)]);
             return;
         }
-        let packed = PackedInputs::new(x, PACKED.take());
+        let packed = match self.in_pairs() {
+            true => PackedInputs::new(pairs_of(x).view(), PACKED.take()),
+            false => PackedInputs::new(x, PACKED.take()),
+        };
         let channels = out.ncols();
         let count = channels.div_ceil(CHANNELS).max(1);
         let size = channels.div_ceil(count).next_multiple_of(TILE);
@@ -64,6 +82,13 @@ impl Linear {
         PACKED.set(packed.lines);
     }
 
+    /// Returns whether many input rows are multiplied as pairs of bf16 values.
+    fn in_pairs(&self) -> bool {
+        self.rounds
+            && self.weight.stored() == Stored::Float(Float::Bf16)
+            && self.weight.cols().is_multiple_of(2)
+    }
+
     /// Computes the output channels from `first` on, for the blocks of input rows from block number `side` on.
     fn multiply(
         &self,
@@ -74,7 +99,9 @@ impl Linear {
         mut out: ArrayViewMut2<f32>,
     ) {
         let (m, n) = out.dim();
-        let k = self.weight.cols();
+        // A pair takes the place of a value.
+        let each = if self.in_pairs() { 2 } else { 1 };
+        let k = self.weight.cols() / each;
         // Whole tiles for the products, and whole panels for the transposition.
         let stride = n.next_multiple_of(TILE).next_multiple_of(PANEL);
         scratch.tile.resize(TILE, Row::ZERO);
@@ -85,19 +112,30 @@ impl Linear {
             for tile in (0..n).step_by(TILE) {
                 let channels = first + tile..first + n.min(tile + TILE);
                 for (to, channel) in scratch.tile.iter_mut().zip(channels) {
-                    self.weight.read(channel, terms.start, &mut to.0[..terms.len()]);
+                    let to = &mut to.0[..terms.len()];
+                    match each {
+                        1 => self.weight.read(channel, terms.start, to),
+                        _ => bytemuck::cast_slice_mut(to)
+                            .copy_from_slice(self.weight.part(channel, 2 * terms.start..2 * terms.end)),
+                    }
                 }
                 let next = match tile + TILE < n {
                     true => (tile + TILE..n.min(tile + 2 * TILE), terms.clone()),
                     false => (0..n.min(TILE), terms.end..k.min(terms.end + SIDE)),
                 };
                 for channel in next.0 {
-                    prefetch(self.weight.part(first + channel, next.1.clone()));
+                    prefetch(
+                        self.weight
+                            .part(first + channel, each * next.1.start..each * next.1.end),
+                    );
                 }
                 for (h, rows) in scratch.sums.chunks_exact_mut(stride).enumerate() {
                     let panels = (m - h * SIDE).div_ceil(PANEL).min(PANELS);
                     let (x, rows) = (x.block(b, side + h), &mut rows[tile..tile + TILE]);
-                    multiply(&scratch.tile, terms.len(), x, panels, rows, b > 0);
+                    match each {
+                        1 => multiply(&scratch.tile, terms.len(), x, panels, rows, b > 0),
+                        _ => multiply_pairs(&scratch.tile, terms.len(), x, panels, rows, b > 0),
+                    }
                 }
             }
         }
@@ -202,6 +240,18 @@ fn forward_few(x: ArrayView2<f32>, outputs: Vec<(&Linear, ArrayViewMut2<f32>)>) 
     });
 }
 
+/// Rounds rows to pairs of bf16 values: `[m, k / 2]`.
+fn pairs_of(x: ArrayView2<f32>) -> Array2<f32> {
+    let mut out = Array2::zeros((x.nrows(), x.ncols().div_ceil(2)));
+    let rows = x.axis_iter(Axis(0)).into_par_iter();
+    let each = out.axis_iter_mut(Axis(0)).into_par_iter().zip(rows);
+    each.for_each(|(mut out, row)| match row.as_slice() {
+        Some(row) => pairs::round(row, elements_mut(&mut out)),
+        None => pairs::round(&row.to_vec(), elements_mut(&mut out)),
+    });
+    out
+}
+
 /// The input rows, transposed into the columns of panels. All tasks share them.
 struct PackedInputs {
     /// Number of blocks of [`SIDE`] input channels.
@@ -282,10 +332,8 @@ mod tests {
     }
 
     fn linear(k: usize, n: usize, dtype: Float) -> Linear {
-        Linear {
-            weight: Weight::from_values(matrix(n, k, 1).view(), dtype).expect("a weight"),
-            bias: n.is_multiple_of(2).then(|| values(n, 2)),
-        }
+        let weight = Weight::from_values(matrix(n, k, 1).view(), dtype).expect("a weight");
+        Linear::new(weight, n.is_multiple_of(2).then(|| values(n, 2)))
     }
 
     fn run(linear: &Linear, x: ArrayView2<f32>, threads: usize) -> Array2<f32> {
@@ -332,8 +380,53 @@ mod tests {
     }
 
     #[test]
+    fn rounded_inputs_are_multiplied_as_they_are() {
+        for (m, k, n) in [
+            (5, 2, 1),
+            (33, 126, 12),
+            (129, 300, 509),
+            (257, 512, 40),
+            (6, 127, 20),
+            (4, 64, 9),
+        ] {
+            let mut linear = linear(k, n, Float::Bf16);
+            linear.rounds = true;
+            let x = matrix(m, k, 3);
+            let got = run(&linear, x.view(), 2);
+            // Few rows, and rows that are no whole pairs, are not rounded.
+            let rounds = m > FEW && k.is_multiple_of(2);
+            let input = |x: f32| {
+                if rounds {
+                    half::bf16::from_f32(x).to_f64()
+                } else {
+                    f64::from(x)
+                }
+            };
+            let weights = Array2::from_shape_vec((n, k), linear.weight.to_vec()).expect("as many values");
+            for ((i, j), y) in got.indexed_iter() {
+                let bias = linear.bias.as_ref().map_or(0.0, |b| f64::from(b[j]));
+                let terms = x
+                    .row(i)
+                    .into_iter()
+                    .zip(weights.row(j))
+                    .map(|(x, w)| input(*x) * f64::from(*w));
+                let (sum, size) = terms.fold((bias, bias.abs()), |(s, a), t| (s + t, a + t.abs()));
+                let bound = (k as f64 + 2.0) * 2f64.powi(-24) * size;
+                assert!((f64::from(*y) - sum).abs() <= bound, "{m} {k} {n}: {y} {sum}");
+            }
+        }
+    }
+
+    #[test]
     fn threads_and_other_rows_change_nothing() {
-        let linear = linear(200, 1030, Float::Bf16);
+        for rounds in [false, true] {
+            threads_and_other_rows(rounds);
+        }
+    }
+
+    fn threads_and_other_rows(rounds: bool) {
+        let mut linear = linear(200, 1030, Float::Bf16);
+        linear.rounds = rounds;
         let x = matrix(300, 200, 4);
         let all = run(&linear, x.view(), 1);
         assert_eq!(all, run(&linear, x.view(), 3));

@@ -25,6 +25,7 @@ pub mod gpu;
 pub mod layout;
 pub mod linear;
 pub mod masks;
+pub mod pairs;
 pub mod products;
 pub mod reference;
 pub mod signs;
@@ -57,10 +58,12 @@ choices! {
 choices! {
     /// The type of what is multiplied with 16-bit weights.
     pub enum Precision {
-        /// Round them to the type of the weights, so that tensor cores can be used.
+        /// On a GPU, round them to the type of the weights, so that tensor cores can be used; on the CPU, keep them in f32.
         Auto = "auto",
         /// Keep them in f32.
         F32 = "f32",
+        /// Round them to bf16, also on the CPU, which needs AVX512-BF16.
+        Bf16 = "bf16",
     }
 }
 
@@ -70,7 +73,7 @@ impl Precision {
     pub fn attended(self, kind: Float) -> Float {
         match self {
             Self::F32 => Float::F32,
-            Self::Auto => kind,
+            Self::Auto | Self::Bf16 => kind,
         }
     }
 }

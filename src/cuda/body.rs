@@ -63,7 +63,7 @@ impl<'a> Body<'a> {
         }
         let joined = |weight: &Weight| {
             let (weight, bias) = (weight.clone(), None);
-            upload(driver, &[&linear::Linear { weight, bias }])
+            upload(driver, &[&linear::Linear::new(weight, bias)])
         };
         Ok(Self {
             embedding: embedding.map(joined).transpose()?,

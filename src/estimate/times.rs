@@ -16,6 +16,7 @@ use crate::artifact::Fit;
 use crate::calibration::memory::JudgedRows;
 use crate::calibration::stages::{BUDGETS, CAPTURE, PROBE, Stages, VERDICT};
 use crate::calibration::{Calibration, CalibrationSettings};
+use crate::compute::Precision;
 use crate::compute::attention;
 use crate::compute::cpu::Cpu;
 use crate::corpus::{Corpus, CorpusOptions, CorpusSource};
@@ -84,7 +85,12 @@ pub fn times(
     judged: &JudgedRows,
     machine: Machine,
 ) -> Result<Times> {
-    let forward = ForwardTime::measure(config)?;
+    // A GPU's own time is not measured.
+    let precision = match machine.device.cuda() {
+        Some(_) => Precision::Auto,
+        None => machine.on_cpu()?,
+    };
+    let forward = ForwardTime::measure(config, precision)?;
     let mut stages = Stages::default();
     let blocks = (0..corpus.n_blocks()).map(|block| corpus.block(block).len());
     let blocks: Vec<f64> = blocks.map(|rows| forward.capture(rows)).collect();
@@ -150,7 +156,7 @@ struct ForwardTime {
 }
 
 impl ForwardTime {
-    fn measure(c: &ModelConfig) -> Result<Self> {
+    fn measure(c: &ModelConfig, precision: Precision) -> Result<Self> {
         let rope = Rope::new(&c.rope, c.head_dim);
         let states = |heads, seed| random_points(heads, ATTENDED, c.head_dim, seed);
         let (q, k, v) = (
@@ -159,7 +165,8 @@ impl ForwardTime {
             states(c.n_kv_heads, 3),
         );
         let mut out = Array2::zeros((ATTENDED, c.n_heads * c.head_dim));
-        let attend = || attention::causal(q.view(), k.view(), v.view(), 0, None, out.view_mut());
+        let rounds = precision == Precision::Bf16;
+        let attend = || attention::causal(q.view(), k.view(), v.view(), 0, None, rounds, out.view_mut());
         let pair = seconds(attend) / pairs(ATTENDED, None);
         let mut sums = QuerySums::new(c.n_kv_heads, c.head_dim);
         let mut whole = |layer: &Layer, rows: usize| {
@@ -190,7 +197,7 @@ impl ForwardTime {
             }
             let layer = Layer {
                 window: None,
-                ..random::layer(c, index)?
+                ..random::layer(c, index)?.with_precision(precision)
             };
             // The first pass also reads the weights from their file.
             whole(&layer, BLOCKS[0])?;

@@ -48,7 +48,7 @@ impl Decoder {
             true => embedding.clone(),
             false => checkpoint.weight("lm_head.weight", &shape)?,
         };
-        let head = Linear { weight, bias: None };
+        let head = Linear::new(weight, None);
         let decoder = Self {
             ropes: config.ropes(),
             config,
@@ -106,7 +106,7 @@ impl Decoder {
             let bias = has_bias
                 .then(|| self.checkpoint.vector(&bias, rows))
                 .transpose()?;
-            Ok(Linear { weight, bias })
+            Ok(Linear::new(weight, bias))
         };
         let gated = |part: &str, width: usize| -> Result<Gated> {
             Ok(Gated {
@@ -142,6 +142,7 @@ impl Decoder {
                     normalises: of.normalises,
                 }),
             },
+            rounds: false,
             query_factor: c.multipliers.query,
             residual_factor: c.multipliers.residual,
         };

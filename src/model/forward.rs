@@ -11,6 +11,7 @@ use rayon::prelude::*;
 
 use super::decoder::Decoder;
 use super::layer::{Layer, States, rotate, rotated, rotated_rows};
+use crate::compute::Precision;
 use crate::compute::attention;
 use crate::compute::linear::FEW;
 use crate::env;
@@ -139,9 +140,15 @@ pub struct CpuForward<'a> {
 }
 
 impl<'a> CpuForward<'a> {
-    /// Opens all layers of a model.
+    /// Opens all layers of a model, whose prompts are multiplied in f32.
     pub fn new(decoder: &'a Decoder) -> Result<Self> {
-        let layers = (0..decoder.config.n_layers()).map(|i| decoder.layer(i));
+        Self::with_precision(decoder, Precision::Auto)
+    }
+
+    /// Opens all layers of a model.
+    pub fn with_precision(decoder: &'a Decoder, precision: Precision) -> Result<Self> {
+        let layer = |i| Ok(decoder.layer(i)?.with_precision(precision));
+        let layers = (0..decoder.config.n_layers()).map(layer);
         Ok(Self {
             decoder,
             layers: layers.collect::<Result<_>>()?,
@@ -217,6 +224,7 @@ impl Forward for CpuForward<'_> {
                     context.values.view(),
                     first + part.start,
                     layer.window,
+                    layer.rounds,
                     attended.view_mut(),
                 );
                 let mut rows = hidden.slice_mut(s![part.clone(), ..]);
@@ -277,8 +285,8 @@ pub fn check_prompt(ids: &[u32]) -> Result<()> {
     }
 }
 
-/// A model on the CPU whose layers are opened one at a time.
-pub struct CpuLayers<'a>(pub &'a Decoder);
+/// A model on the CPU whose layers are opened one at a time, and how prompts are multiplied.
+pub struct CpuLayers<'a>(pub &'a Decoder, pub Precision);
 
 impl Layers for CpuLayers<'_> {
     fn decoder(&self) -> &Decoder {
@@ -288,7 +296,7 @@ impl Layers for CpuLayers<'_> {
     fn open<'s>(&'s self, index: usize) -> Result<Box<dyn BlockLayer + 's>> {
         Ok(Box::new(CpuLayer {
             decoder: self.0,
-            layer: self.0.layer(index)?,
+            layer: self.0.layer(index)?.with_precision(self.1),
         }))
     }
 }

@@ -10,13 +10,15 @@ use rayon::prelude::*;
 use super::config::ModelConfig;
 use super::mlp::FeedForward;
 use super::rope::{Rope, RopeTable};
+use crate::compute::Precision;
 use crate::compute::attention;
 use crate::compute::layout::{elements, elements_mut};
 use crate::compute::linear::{FEW, Linear, forward_all, packed_floats};
 use crate::compute::simd;
 use crate::error::Result;
+use crate::float::Float;
 use crate::quant::Quant;
-use crate::weight::Weight;
+use crate::weight::{Stored, Weight};
 
 /// Values that are worth copying on several threads.
 const PARALLEL: usize = 1 << 15;
@@ -56,6 +58,8 @@ pub struct Layer {
     pub mlp_norm: Vec<f32>,
     /// The feed-forward part.
     pub mlp: FeedForward,
+    /// Whether a prompt's attention rounds its factors to bf16, and projections of a prompt their inputs.
+    pub rounds: bool,
     /// Factor on the queries.
     pub query_factor: f32,
     /// Factor on what attention and MLP add to the residual stream.
@@ -161,6 +165,7 @@ impl Layer {
             states.v.view(),
             0,
             self.window,
+            self.rounds,
             attended.view_mut(),
         );
         drop(states);
@@ -178,6 +183,17 @@ impl Layer {
             linear.weight = linear.weight.rounded(quant)?;
         }
         Ok(self)
+    }
+
+    /// Multiplies prompts in bf16, or in f32, from now on; weights in another type, and a router, which decides for whole
+    /// experts, stay in f32.
+    pub fn with_precision(mut self, precision: Precision) -> Self {
+        self.rounds = precision == Precision::Bf16 && self.k.weight.stored() == Stored::Float(Float::Bf16);
+        let attention = [&mut self.q, &mut self.k, &mut self.v, &mut self.o];
+        for linear in attention.into_iter().chain(self.mlp.rounded_mut()) {
+            linear.rounds = self.rounds;
+        }
+        self
     }
 
     /// Lists the weights of the layer's projections.

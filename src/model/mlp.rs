@@ -173,10 +173,7 @@ mod tests {
 
     fn linear(rows: usize, cols: usize, seed: u32) -> Linear {
         let values = Array2::from_shape_vec((rows, cols), values(rows * cols, seed)).unwrap();
-        Linear {
-            weight: Weight::from_values(values.view(), Float::F32).unwrap(),
-            bias: None,
-        }
+        Linear::new(Weight::from_values(values.view(), Float::F32).unwrap(), None)
     }
 
     fn experts(count: usize, active: usize, normalises: bool) -> Experts {
@@ -199,7 +196,7 @@ mod tests {
         let wide = |rows, cols, seed| {
             let linear = linear(rows, cols, seed);
             let weight = linear.weight.rounded(Some(Quant::Q8_0)).unwrap();
-            Linear { weight, bias: None }
+            Linear::new(weight, None)
         };
         let expert = |i: u32| Gated {
             gate: wide(32, 32, 3 * i),

@@ -29,10 +29,7 @@ pub fn decoder(config: ModelConfig) -> Result<Decoder> {
         ropes: config.ropes(),
         checkpoint: Checkpoint::default(),
         norm: vec![1.0; config.hidden_size],
-        head: Linear {
-            weight: embedding.clone(),
-            bias: None,
-        },
+        head: Linear::new(embedding.clone(), None),
         embedding,
         config,
         rounds_to: None,
@@ -47,10 +44,10 @@ pub fn layer(c: &ModelConfig, index: usize) -> Result<Layer> {
     let (q, kv) = (c.n_heads * c.head_dim, c.n_kv_heads * c.head_dim);
     let hidden = c.hidden_size;
     let linear = |rows: usize, cols: usize, has_bias: bool| -> Result<Linear> {
-        Ok(Linear {
-            weight: weight(rows, cols)?,
-            bias: has_bias.then(|| vec![0.0; rows]),
-        })
+        Ok(Linear::new(
+            weight(rows, cols)?,
+            has_bias.then(|| vec![0.0; rows]),
+        ))
     };
     let gated = |width: usize| -> Result<Gated> {
         Ok(Gated {
@@ -84,6 +81,7 @@ pub fn layer(c: &ModelConfig, index: usize) -> Result<Layer> {
                 normalises: of.normalises,
             }),
         },
+        rounds: false,
         query_factor: c.multipliers.query,
         residual_factor: c.multipliers.residual,
     })

@@ -67,7 +67,7 @@ fn captured_states(driver: &dyn Driver, golden: &Golden) {
         let attended =
             Array2::from_shape_fn((hidden.nrows(), width), |(i, j)| ((i * width + j) as f32).sin());
         layer.finish(ours.view_mut(), attended.view()).unwrap();
-        let on_cpu = CpuLayers(&golden.decoder);
+        let on_cpu = CpuLayers(&golden.decoder, Precision::F32);
         on_cpu
             .open(i)
             .unwrap()

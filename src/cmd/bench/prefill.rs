@@ -9,6 +9,7 @@ use crate::cmd::args::Global;
 use crate::cmd::flags::{at_least_one, parse_float};
 use crate::compute::attention::causal;
 use crate::compute::linear::Linear;
+use crate::compute::{Precision, pairs};
 use crate::error::{Error, Result};
 use crate::float::Float;
 use crate::weight::Weight;
@@ -99,6 +100,10 @@ impl PrefillArgs {
 /// Runs `bench prefill`.
 pub fn run(args: &PrefillArgs, global: &Global) -> Result<()> {
     args.check()?;
+    let rounds = global.precision == Precision::Bf16;
+    if rounds {
+        pairs::check()?;
+    }
     let mut comparison = Comparison::new("prefill", args.runs, global)?;
     for &tokens in &args.tokens {
         for (name, input, output) in args.projections() {
@@ -108,11 +113,11 @@ pub fn run(args: &PrefillArgs, global: &Global) -> Result<()> {
                 &name,
                 tokens,
                 [input, output],
-                args.weights,
+                (args.weights, rounds),
                 global.seed,
             )?;
         }
-        attend(&mut comparison, tokens, args, global.seed)?;
+        attend(&mut comparison, tokens, args, rounds, global.seed)?;
     }
     comparison.finish()
 }
@@ -123,13 +128,14 @@ fn project(
     name: &str,
     tokens: usize,
     [input, output]: [usize; 2],
-    kind: Float,
+    (kind, rounds): (Float, bool),
     seed: u64,
 ) -> Result<()> {
-    let linear = Linear {
-        weight: Weight::from_values(random_matrix(output, input, seed).view(), kind)?,
-        bias: None,
-    };
+    let mut linear = Linear::new(
+        Weight::from_values(random_matrix(output, input, seed).view(), kind)?,
+        None,
+    );
+    linear.rounds = rounds;
     let x = random_matrix(tokens, input, seed.wrapping_add(1));
     let mut out = Array2::zeros((tokens, output));
     let shape = format!("{tokens} x {input} to {output}, {}", kind.name().to_lowercase());
@@ -142,7 +148,13 @@ fn project(
 
 /// Times the causal attention of a prompt. About half of the products with keys are masked; only the others count as
 /// operations.
-fn attend(comparison: &mut Comparison, tokens: usize, args: &PrefillArgs, seed: u64) -> Result<()> {
+fn attend(
+    comparison: &mut Comparison,
+    tokens: usize,
+    args: &PrefillArgs,
+    rounds: bool,
+    seed: u64,
+) -> Result<()> {
     let (h, g, d) = (args.heads, args.kv_heads, args.head_dim);
     let states = |heads, more| random_points(heads, tokens, d, seed.wrapping_add(more));
     let (q, k, v) = (states(h, 2), states(g, 3), states(g, 4));
@@ -150,7 +162,7 @@ fn attend(comparison: &mut Comparison, tokens: usize, args: &PrefillArgs, seed: 
     let shape = format!("{tokens} positions, {h}/{g}x{d}");
     let flop = 4.0 * (h * d) as f64 * (tokens as f64 * (tokens as f64 + 1.0) / 2.0);
     comparison.add("prefill attention", &shape, flop, || {
-        causal(q.view(), k.view(), v.view(), 0, None, out.view_mut());
+        causal(q.view(), k.view(), v.view(), 0, None, rounds, out.view_mut());
         std::hint::black_box(&out);
     })
 }

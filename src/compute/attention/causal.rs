@@ -8,8 +8,10 @@ use rayon::prelude::*;
 
 use super::softmax::{Seen, mask, rescale, weigh};
 use super::visible;
-use crate::compute::blocks::{PANEL, PANELS, PanelLine, Row, SIDE, TILE, multiply, transpose};
-use crate::compute::{pieces, simd};
+use crate::compute::blocks::{
+    PANEL, PANELS, PanelLine, Row, SIDE, TILE, multiply, multiply_pairs, transpose,
+};
+use crate::compute::{pairs, pieces, simd};
 
 /// Query rows per task: positions times the query heads of a group.
 const QUERY_TILE: usize = 480;
@@ -22,7 +24,9 @@ const QUERY_TILE: usize = 480;
 /// With a `window` of W a query at position t sees the positions t-W+1..=t.
 ///
 /// # Numerics
-/// f32; the softmax is computed over blocks of 128 keys from position 0 on, with a running maximum. Scores are summed
+/// Products in f32, or with `rounds` and an even number of channels of factors rounded to bf16: queries times the scale, keys,
+/// values and softmax weights, whose sum is that of the unrounded weights ([`multiply_pairs`]; a block then has 256 channels).
+/// All else is f32: the softmax is computed over blocks of 128 keys from position 0 on, with a running maximum. Scores are summed
 /// in blocks of 128 channels, each block starting from zero; outputs are summed block by block of keys. The bits of a
 /// row are the same on every instruction set and do not depend on the other queries. A NaN in the inputs gives NaN.
 pub fn causal(
@@ -31,6 +35,7 @@ pub fn causal(
     v: ArrayView3<f32>,
     first: usize,
     window: Option<usize>,
+    rounds: bool,
     mut out: ArrayViewMut2<f32>,
 ) {
     let (h, _, d) = q.dim();
@@ -55,6 +60,7 @@ pub fn causal(
             d,
             first: first + start,
             window,
+            in_pairs: rounds && d.is_multiple_of(2),
         };
         scratch.start(&task, q);
         let (k, v) = (k.index_axis(Axis(0), c), v.index_axis(Axis(0), c));
@@ -78,6 +84,8 @@ struct Task {
     /// The first position.
     first: usize,
     window: Option<usize>,
+    /// Whether factors are pairs of bf16 values.
+    in_pairs: bool,
 }
 
 impl Task {
@@ -88,8 +96,20 @@ impl Task {
 
     /// Returns the ranges of channels, at most [`SIDE`] channels each.
     fn sides(&self) -> impl Iterator<Item = Range<usize>> + use<> {
-        let d = self.d;
-        (0..d).step_by(SIDE).map(move |start| start..d.min(start + SIDE))
+        sides(self.d)
+    }
+
+    /// Returns the number of values in the place of so many: pairs have half as many.
+    fn places(&self, values: usize) -> usize {
+        if self.in_pairs { values.div_ceil(2) } else { values }
+    }
+
+    /// Adds a product to `c`, or replaces it.
+    fn multiply(&self, a: &[Row], depth: usize, b: &[PanelLine], panels: usize, c: &mut [Row], add: bool) {
+        match self.in_pairs {
+            true => multiply_pairs(a, depth, b, panels, c, add),
+            false => multiply(a, depth, b, panels, c, add),
+        }
     }
 
     /// Returns the blocks of keys that at least one row sees. Blocks begin at multiples of [`SIDE`].
@@ -126,6 +146,11 @@ impl Task {
     }
 }
 
+/// Cuts a range to parts of at most [`SIDE`] values.
+fn sides(n: usize) -> impl Iterator<Item = Range<usize>> + use<> {
+    (0..n).step_by(SIDE).map(move |start| start..n.min(start + SIDE))
+}
+
 thread_local! {
     // Each thread keeps its buffers: if they were allocated for every task, the operating system would have to supply
     // their pages each time.
@@ -136,7 +161,7 @@ thread_local! {
 /// channels.
 #[derive(Default)]
 struct CausalScratch {
-    /// Scaled queries, `[sides, stacked]`.
+    /// Scaled queries, `[sides, stacked]`; of pairs, there are half as many sides.
     q: Vec<Row>,
     /// The scores of a block of keys, and later their softmax weights, `[stacked]`.
     scores: Vec<Row>,
@@ -156,10 +181,19 @@ impl CausalScratch {
         let scale = std::f32::consts::LOG2_E / (task.d as f32).sqrt();
         self.q.clear();
         self.q.resize(sides * stacked, Row::ZERO);
-        for (b, side) in task.sides().enumerate() {
-            for (row, to) in self.q[b * stacked..].iter_mut().enumerate().take(task.r * task.m) {
-                copy(q.slice(s![row % task.r, row / task.r, side.clone()]), &mut to.0);
-                simd::scale(&mut to.0[..side.len()], scale);
+        for row in 0..task.r * task.m {
+            let q = q.slice(s![row % task.r, row / task.r, ..]);
+            for (b, side) in task.sides().enumerate() {
+                let mut part = Row::ZERO;
+                copy(q.slice(s![side.clone()]), &mut part.0);
+                simd::scale(&mut part.0[..side.len()], scale);
+                match task.in_pairs {
+                    true => pairs::round(
+                        &part.0[..side.len()],
+                        &mut self.q[b / 2 * stacked + row].0[b % 2 * SIDE / 2..],
+                    ),
+                    false => self.q[b * stacked + row] = part,
+                }
             }
         }
         self.scores.clear();
@@ -177,19 +211,36 @@ impl CausalScratch {
     /// Copies a block of keys and values into the layout that the matrix products read.
     fn load(&mut self, task: &Task, k: ArrayView2<f32>, v: ArrayView2<f32>, block: &Range<usize>) {
         let mut rows = [Row::ZERO; PANEL];
-        for (b, side) in task.sides().enumerate() {
+        for (b, side) in sides(task.places(task.d)).enumerate() {
             for (p, start) in block.clone().step_by(PANEL).enumerate() {
                 for (to, j) in rows.iter_mut().zip(start..block.end) {
-                    copy(k.slice(s![j, side.clone()]), &mut to.0);
+                    match task.in_pairs {
+                        true => round(k.slice(s![j, 2 * side.start..2 * side.end]), &mut to.0),
+                        false => copy(k.slice(s![j, side.clone()]), &mut to.0),
+                    }
                 }
                 let lines = (b * PANELS + p) * SIDE;
                 transpose(&rows, &mut self.keys[lines..][..side.len()]);
             }
         }
-        for (i, j) in block.clone().enumerate() {
-            for (p, start) in (0..task.d).step_by(PANEL).enumerate() {
-                let from = v.slice(s![j, start..task.d.min(start + PANEL)]);
-                copy(from, &mut self.values[p * SIDE + i].0);
+        for (p, start) in (0..task.d).step_by(PANEL).enumerate() {
+            let of = |j: usize| v.slice(s![j, start..task.d.min(start + PANEL)]);
+            let lines = &mut self.values[p * SIDE..];
+            if !task.in_pairs {
+                lines
+                    .iter_mut()
+                    .zip(block.clone())
+                    .for_each(|(line, j)| copy(of(j), &mut line.0));
+                continue;
+            }
+            for (line, j) in lines.iter_mut().zip(block.clone().step_by(2)) {
+                let (mut first, mut second) = ([0.0; PANEL], [0.0; PANEL]);
+                copy(of(j), &mut first);
+                // Beyond the block, zeros: their weights are zero too.
+                if j + 1 < block.end {
+                    copy(of(j + 1), &mut second);
+                }
+                pairs::interleave(&first, &second, &mut line.0);
             }
         }
     }
@@ -199,11 +250,11 @@ impl CausalScratch {
         let stacked = task.stacked();
         let groups = task.groups(block);
         for (rows, keys) in &groups {
-            for (b, side) in task.sides().enumerate() {
+            for (b, side) in sides(task.places(task.d)).enumerate() {
                 let q = &self.q[b * stacked..][rows.clone()];
                 let (lines, panels) = (&self.keys[b * PANELS * SIDE..], keys.div_ceil(PANEL));
                 let scores = &mut self.scores[rows.clone()];
-                multiply(q, side.len(), lines, panels, scores, b > 0);
+                task.multiply(q, side.len(), lines, panels, scores, b > 0);
             }
         }
         if !task.sees_all(block) {
@@ -215,11 +266,17 @@ impl CausalScratch {
         for out in self.out.chunks_mut(stacked) {
             rescale(out, &self.seen);
         }
+        if task.in_pairs {
+            self.scores
+                .iter_mut()
+                .for_each(|weights| pairs::round_in_place(&mut weights.0));
+        }
         for (rows, keys) in &groups {
             for (b, side) in task.sides().enumerate() {
                 let (lines, panels) = (&self.values[b * PANELS * SIDE..], side.len().div_ceil(PANEL));
                 let out = &mut self.out[b * stacked..][rows.clone()];
-                multiply(&self.scores[rows.clone()], *keys, lines, panels, out, true);
+                let depth = task.places(*keys);
+                task.multiply(&self.scores[rows.clone()], depth, lines, panels, out, true);
             }
         }
     }
@@ -235,6 +292,14 @@ impl CausalScratch {
                 target.zip_mut_with(&from, |o, x| *o = x * inverse);
             }
         }
+    }
+}
+
+/// Rounds the elements of `from` to pairs at the start of `to`.
+fn round(from: ArrayView1<f32>, to: &mut [f32]) {
+    match from.as_slice() {
+        Some(from) => pairs::round(from, to),
+        None => pairs::round(&from.to_vec(), to),
     }
 }
 

@@ -349,23 +349,66 @@ fn rows_of_a_prompt_do_not_depend_on_their_company() {
             Array3::from_shape_vec((heads, m, d), values(heads * m * d, seed)).unwrap_or_default()
         };
         let (q, k, v) = (cube(g * r, 8), cube(g, 9), cube(g, 10));
-        let run = |rows: Range<usize>, threads: usize| {
-            let mut out = Array2::from_elem((rows.len(), g * r * d), f32::NAN);
-            let pool = rayon::ThreadPoolBuilder::new().num_threads(threads).build();
-            let q = q.slice(s![.., rows.clone(), ..]);
-            pool.expect("threads")
-                .install(|| causal(q, k.view(), v.view(), rows.start, window, out.view_mut()));
-            out
+        for rounds in [false, true] {
+            let run = |rows: Range<usize>, threads: usize| {
+                let mut out = Array2::from_elem((rows.len(), g * r * d), f32::NAN);
+                let pool = rayon::ThreadPoolBuilder::new().num_threads(threads).build();
+                let q = q.slice(s![.., rows.clone(), ..]);
+                pool.expect("threads")
+                    .install(|| causal(q, k.view(), v.view(), rows.start, window, rounds, out.view_mut()));
+                out
+            };
+            let all = run(0..m, 1);
+            assert!(all.iter().all(|x| x.is_finite()));
+            assert_eq!(all, run(0..m, 3));
+            for rows in [0..1, 1..77, 128..256, 130..300, 299..300] {
+                assert_eq!(
+                    run(rows.clone(), 2),
+                    all.slice(s![rows, ..]),
+                    "{r} {d} {window:?} {rounds}"
+                );
+            }
+        }
+    }
+}
+
+/// With rounded factors, outputs are those of the rounded queries, keys and values, whose weights are rounded too.
+#[test]
+fn rounded_factors_of_a_prompt_are_attended_as_they_are() {
+    let (g, r, m) = (1, 2, 270);
+    for (d, window) in [(64, None), (256, Some(130)), (18, None)] {
+        let cube = |heads: usize, seed: u32| {
+            Array3::from_shape_vec((heads, m, d), values(heads * m * d, seed)).unwrap_or_default()
         };
-        let all = run(0..m, 1);
-        assert!(all.iter().all(|x| x.is_finite()));
-        assert_eq!(all, run(0..m, 3));
-        for rows in [0..1, 1..77, 128..256, 130..300, 299..300] {
-            assert_eq!(
-                run(rows.clone(), 2),
-                all.slice(s![rows, ..]),
-                "{r} {d} {window:?}"
-            );
+        let (q, k, v) = (cube(g * r, 8), cube(g, 9), cube(g, 10));
+        let mut out = Array2::from_elem((m, g * r * d), f32::NAN);
+        causal(q.view(), k.view(), v.view(), 0, window, true, out.view_mut());
+        let scale = std::f32::consts::LOG2_E / (d as f32).sqrt();
+        let round = |x: f32| half::bf16::from_f32(x).to_f64();
+        for a in 0..r {
+            for t in 0..m {
+                let seen = window.map_or(0, |w| (t + 1usize).saturating_sub(w))..t + 1;
+                let score = |j: usize| {
+                    let each = q.slice(s![a, t, ..]).into_iter().zip(k.slice(s![0, j, ..]));
+                    each.map(|(q, k)| round(q * scale) * round(*k)).sum::<f64>()
+                };
+                let weights: Vec<f64> = seen.clone().map(|j| score(j).exp2()).collect();
+                let sum: f64 = weights.iter().sum();
+                for c in 0..d {
+                    let terms = weights
+                        .iter()
+                        .zip(seen.clone())
+                        .map(|(w, j)| w / sum * round(v[[0, j, c]]));
+                    let (expected, size) = terms.fold((0.0, 0.0), |(s, a), t| (s + t, a + t.abs()));
+                    let found = f64::from(out[[t, a * d + c]]);
+                    // A weight is rounded by at most 2^-8 of it; sums and powers are in f32.
+                    let bound = (2f64.powi(-8) + 1e-4) * size;
+                    assert!(
+                        (found - expected).abs() <= bound,
+                        "{d} {t} {c}: {found} {expected}"
+                    );
+                }
+            }
         }
     }
 }
@@ -379,7 +422,7 @@ fn what_is_not_finite_in_a_prompt_shows_where_it_is_seen() {
         let mut k = cube(12);
         k[[0, 150, 3]] = special;
         let mut out = Array2::zeros((m, d));
-        causal(q.view(), k.view(), v.view(), 0, None, out.view_mut());
+        causal(q.view(), k.view(), v.view(), 0, None, false, out.view_mut());
         for (t, row) in out.rows().into_iter().enumerate() {
             // A score of minus infinity has no weight.
             let hidden = t < 150 || special * q[[0, t, 3]] == f32::NEG_INFINITY;

@@ -187,7 +187,7 @@ fn ids(decoder: &Decoder, n: usize) -> Vec<u32> {
 fn states(driver: &dyn Driver, decoder: &Decoder) -> Result<Comparison> {
     let (on_device, on_cpu) = (
         CudaLayers::new(driver, decoder, Precision::F32)?,
-        CpuLayers(decoder),
+        CpuLayers(decoder, Precision::F32),
     );
     let mut all = Comparison::default();
     let mut hidden: Array2<f32> = decoder.embed(&ids(decoder, PROMPT))?;
