@@ -163,6 +163,9 @@ def main():
         run = {"models": sorted(mine), "program": ", ".join(version[:2]), "machine": machine(version), "rounds": arguments.rounds} | (peer if name == "smollm2" else {})
         document["runs"] = [of for of in document["runs"] if not mine & set(of["models"])] + [run]
         document["rows"] = [row for row in document["rows"] if row["model"] not in mine] + rows
+        order = ["smollm2-135m", *(model for model, _, _ in SHAPES.values())]
+        document["runs"].sort(key=lambda of: order.index(of["models"][0]))
+        document["rows"].sort(key=lambda row: order.index(row["model"]))
         documents.save("decode", document)
 
 

@@ -26,19 +26,19 @@ MARKED = re.compile(r"(<!-- results: ([\w-]+) -->\n).*?(<!-- end of results -->)
 
 HEADER = """# What the methods lose
 
-All of this was measured on one model, SmolLM2-135M-Instruct: 135M parameters, 30 layers with 3 KV heads of 64 channels each,
-contexts of 2,048 to 8,192 tokens. **Nothing was measured on a model of 1B parameters or more, on heads of 128 channels, or beyond 8,192
-tokens**, which is where the papers measured: what is not reproduced here may hold there.
+All of this was measured on one model, SmolLM2-135M-Instruct (30 layers, 3 KV heads of 64 channels), at 2,048 to 8,192 tokens.
+**Nothing was measured on a model of 1B parameters or more, on heads of 128 channels, or beyond 8,192 tokens**, where the papers
+measured: what is not reproduced here may hold there.
 """
 
 READING = """*KL* is how far the distribution of the next token is from that of full attention, the mean over the last steps of each block.
 *Perplexity ratio*: the text's perplexity over that with full attention. *Read*: the
 share of the bytes of all visible keys and values that a step reads, index included; the keys that `topk` reads in order to rank are not counted. *Moved*:
 the same in whole granules of 64 bytes, as memory moves them. Intervals (95%) resample whole blocks or texts. Nothing was fitted to
-these passages, but nine forms of `wpq` were looked at on the validation text while it was developed, so that text favours it. *Final text* is an FAQ,
+these passages, but nine forms of `wpq` were looked at on the validation text, which therefore favours it. *Final text* is an FAQ,
 source code and quotes from IRC, measured once for this version, with an artifact fitted to other parts of both validation works: trust it more. A row has the options that lose least
-on validation text: the defaults, or options that were searched for on other text; "defaults" of `lfps` are its paper's.
-[dev/results.md](dev/results.md) has every form, [dev/replication.md](dev/replication.md) the texts.
+on validation text: the defaults, or options searched for elsewhere; "defaults" of `lfps` are its paper's.
+[All forms](dev/results.md); [texts](dev/replication.md).
 """
 
 ALL_HEADER = """# All tables of results
@@ -91,6 +91,7 @@ claim says only that more reading loses less. [../methods.md](../methods.md) exp
 """
 
 QUESTIONS = "Each text hides the secret codes of eight names and asks for all of them, one after the other (the task `turns` of `scripts/tasks.py`)."
+FOUR = "At 8,192 tokens, it asks for four of them."
 FED = "Each question is fed in decode steps."
 QUESTION_INTERVALS = "The intervals resample the texts, not the questions."
 # How a question is fed.
@@ -143,7 +144,7 @@ def all_results_page(found):
     for name, heading in TEXTS:
         if document := found[name]:
             parts += [f"## {heading}\n", of_blocks(document), tables.text_table(document), tables.ratio_table(document)]
-    parts += ["## Questions\n", f"{QUESTIONS} {QUESTION_INTERVALS}\n"]
+    parts += ["## Questions\n", f"{QUESTIONS} {f'{FOUR} ' if found['questions-8192'] else ''}{QUESTION_INTERVALS}\n"]
     for name in ("questions-4096", "questions-8192", "easy-4096", "final-questions-4096"):
         if document := found[name]:
             right = percent(document["full_needle_accuracy"])
@@ -163,11 +164,15 @@ def results_page(found):
         if document := found[name]:
             sentences.require_other_works(document)
             parts += [f"## {document['length']:,} tokens, {100 * share:.0f}% of the bytes\n", of_blocks(document), tables.short_table(document, share, sentences.final_of(found, name))]
-    for name in ("questions-4096", "questions-8192"):
-        if document := found[name]:
-            sentences.require_other_works(document)
-            parts += [f"## {document['questions']} questions about {document['length']:,} tokens, 10% of the bytes\n",
-                      f"{QUESTIONS} {FED} {calibration(document)} Full attention answers {percent(document['full_needle_accuracy'])}.\n", tables.short_questions(document, sentences.final_of(found, name))]
+    if document := found["questions-4096"]:
+        sentences.require_other_works(document)
+        parts += [f"## {document['questions']} questions about {document['length']:,} tokens, 10% of the bytes\n",
+                  f"{QUESTIONS} {FED} {calibration(document)} Full attention answers {percent(document['full_needle_accuracy'])}.\n",
+                  tables.short_questions(document, sentences.final_of(found, "questions-4096"))]
+        if longer := found["questions-8192"]:
+            sentences.require_other_works(longer)
+            # In the paragraph below the table.
+            parts[-1] = f"{parts[-1].rstrip()} {sentences.longer_questions(longer)}\n"
     if found["claims"]:
         fits = found["claims"].get("calibration", {}).values()
         kinds = sentences.listed([sentences.NAMES[kind] for fit in fits for kind in fit["fitted"]])
@@ -226,7 +231,7 @@ def blocks(found):
         words = "Tokens per second against the length of the context, for full attention and for methods that read a tenth of the cache"
         made["speeds"] = "\n".join([picture("speed", words, "docs/pictures/"), sentences.wrapped(sentences.speed_sentence(found["decode"], found), README_WIDTH) + "\n"])
     made["equal-time-said"] = found["equal-time"] and sentences.wrapped(sentences.equal_time_sentence(found["equal-time"])) + "\n"
-    made["prompts"] = found["prompts"] and sentences.wrapped(sentences.prompts_sentence(found["prompts"])) + "\n"
+    made["prompts"] = found.get("prompts") and sentences.wrapped(sentences.prompts_sentence(found["prompts"])) + "\n"
     made["study-pays-said"] = found["study-pays"] and sentences.wrapped(sentences.study_sentence(found["study-pays"])) + "\n"
     made["scale"] = document and sentences.scale(document, share)
     made["example"] = found["text"] and sentences.example(found["text"])

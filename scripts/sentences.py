@@ -79,9 +79,8 @@ def summary(found):
             exact.append(f"{rows['topk']['kl']:.4f}")
             more.append(f"at {100 * share:.0f}% {times_as_much(best, ratio, ends, not more)}")
         said.append(f"At {document['length']:,} tokens, `wpq` loses {listed(lost)} (an exact choice: {listed(exact)}). The best of the published methods lose more: {listed(more)}.")
-    for name in ("questions-4096", "questions-8192"):
-        if document := found[name]:
-            said.append(question_sentence(document))
+    if found["questions-4096"]:
+        said.append(question_sentence(found["questions-4096"]))
     if found["final-text"] and found["final-long"]:
         said.append(final_summary(found))
     return said
@@ -98,11 +97,14 @@ def final_summary(found):
         more.append(times_as_much(best, ratio, ends, not more))
     said = f"On other works, opened once (*final text*), `wpq` loses {listed(lost)}. The best of the published methods lose more: {listed(more)}."
     if asked := final_of(found, "questions-4096"):
-        ours, best = best_answer(asked, ["wpq"]), best_answer(asked)
-        _, ends = intervals.paired(tables.scores(ours), tables.scores(best))
-        apart = "the two differ" if ends[0] > 0 or ends[1] < 0 else "the two are not told apart"
-        said += f" Of {asked['questions']} questions about one of them, {answers(asked)}: {apart}."
+        said += f" Of {asked['questions']} questions about one of them, {answers(asked)}: {apart(asked)}."
     return said
+
+
+def apart(document):
+    """Say whether wpq and the best of the published methods answer different shares of the questions."""
+    _, ends = intervals.paired(tables.scores(best_answer(document, ["wpq"])), tables.scores(best_answer(document)))
+    return "the two differ" if ends[0] > 0 or ends[1] < 0 else "the two are not told apart"
 
 
 def best_published(document, share):
@@ -159,7 +161,12 @@ def answers(document):
 
 def question_sentence(document):
     """Say what is asked, and what share is answered."""
-    return f"Each of {document['questions']} questions asks for one of eight facts hidden in {document['length']:,} tokens: {answers(document)}."
+    return f"Of {document['questions']} questions about facts hidden in {document['length']:,} tokens, {answers(document)}."
+
+
+def longer_questions(document):
+    """Say what share of the questions about longer texts is answered."""
+    return f"Of {document['questions']} questions about {document['length']:,} tokens, {answers(document)}: {apart(document)} ([all](dev/results.md#questions))."
 
 
 def answers_sentence(document):
@@ -211,28 +218,22 @@ def retrieval(document, easy):
 
 
 def prompts_sentence(document):
-    """Say how a prompt's projections and attention compare with those of PyTorch, in the faster of its types."""
+    """Say how fast the parts of a prompt are in bf16, compared with f32 and with PyTorch in the faster of its types."""
     times = {(row["program"], row["precision"], row["part"], row["tokens"], row["threads"]): row["seconds"] for row in document["rows"]}
     settings = sorted({key[3:] for key in times})
 
-    def range_of(ratios, words):
-        low, high = (f"{end:.2f}" for end in (min(ratios), max(ratios)))
-        return f"{low if low == high else f'{low} to {high}'} times {words}"
+    def faster(part, peers):
+        """Say how many times as long the fastest of these takes as kvsmith in bf16."""
+        ratios = [min(times[program, precision, part, *at] for program, precision in peers) / times["kvsmith", "bf16", part, *at] for at in settings]
+        low, high = (f"{end:.1f}" for end in (min(ratios), max(ratios)))
+        return low if low == high else f"{low} to {high}"
 
-    def ratios(part, precision, against):
-        """Return for each setting how many times as long the slowest or fastest of `against` takes as kvsmith."""
-        return [min(times[who, kind, part, *at] for who, kind in against) / times["kvsmith", precision, part, *at] for at in settings]
-
-    peers, own = (("PyTorch", "f32"), ("PyTorch", "bf16")), (("kvsmith", "f32"),)
-    each = [f"its {part} {range_of(ratios(part, 'bf16', own), 'as fast as in f32')} and {range_of(ratios(part, 'bf16', peers), 'as fast as PyTorch in the faster of f32 and bf16')}"
-            for part in ("projections", "attention")]
-    name = ", ".join(part.strip() for part in document["machine"].split(",")[:1])
-    layer = document["layer"]
-    tokens = listed([f"{n:,}" for n in sorted({at[0] for at in settings})])
-    threads = listed([str(n) for n in sorted({at[1] for at in settings})])
-    return (f"With `--precision bf16`, prompts on processors with AVX512-BF16 round what they multiply with weights in bf16, and keys, queries and values, to bf16. On an {name}, "
-            f"a layer of Llama-3.1-8B's size ({layer['hidden']:,} channels, {layer['intermediate']:,} in its MLP), {tokens} tokens, {threads} threads: {listed(each)} "
-            f"({document['peer']}, in turns; [prompts.json](results/prompts.json)).")
+    (project, their_project), (attend, their_attend) = ([faster(part, peers) for peers in ([("kvsmith", "f32")], [("PyTorch", "f32"), ("PyTorch", "bf16")])]
+                                                        for part in ("projections", "attention"))
+    tokens, threads = ({at[i] for at in settings} for i in (0, 1))
+    return (f"With `--precision bf16` and weights in bf16, prompts are multiplied in bf16, on processors with AVX512-BF16. On {document['machine'].split(',')[0]} (a layer of Llama-3.1-8B's size, "
+            f"{listed([f'{n:,}' for n in sorted(tokens)])} tokens, {listed([str(n) for n in sorted(threads)])} threads), projections take {project} times as long in f32 and {their_project} times in PyTorch "
+            f"(its faster type), attention {attend} and {their_attend} times ([prompts.json](results/prompts.json)).")
 
 
 def speed_sentence(document, found):

@@ -156,7 +156,7 @@ def short_table(document, share, final):
 # Most rows of the user's tables of losses.
 ROWS = 6
 # Methods that answer less are named below the user's table of questions.
-FEW_ANSWERS = 0.1
+FEW_ANSWERS = 0.2
 
 
 def short_questions(document, final):

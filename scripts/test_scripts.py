@@ -396,12 +396,21 @@ class Pages(unittest.TestCase):
         self.assertIn("`pqcache`, because this program does not have it", text)
 
 
+class Prompts(unittest.TestCase):
+    def test_a_prompt_is_compared_with_the_faster_type_of_the_peer(self):
+        seconds = {("kvsmith", "f32"): 4.0, ("kvsmith", "bf16"): 2.0, ("PyTorch", "f32"): 5.0, ("PyTorch", "bf16"): 1.8}
+        rows = [{"program": program, "precision": precision, "part": part, "tokens": 512, "threads": threads, "seconds": time / threads + (part == "attention" and program == "PyTorch") * 2}
+                for (program, precision), time in seconds.items() for part in ("projections", "attention") for threads in (1, 2)]
+        said = sentences.prompts_sentence({"machine": "Some CPU, 2 threads, avx2", "rows": rows})
+        self.assertIn("On Some CPU (a layer of Llama-3.1-8B's size, 512 tokens, 1 and 2 threads), projections take 2.0 times as long in f32 and 0.9 times in PyTorch", said)
+        self.assertIn("attention 2.0 and 1.9 to 2.9 times", said)
+
+
 class Reference(unittest.TestCase):
     def test_figures_of_the_gpu_are_in_its_tables(self):
         page = (render.ROOT / "docs/performance.md").read_text(encoding="utf-8")
         measured = (render.ROOT / "docs/dev/gpu.md").read_text(encoding="utf-8")
         bullets = page.split("On an H200, with random bf16 weights", 1)[1].split("\n## ", 1)[0]
-        bullets = bullets[: bullets.index("- The loss is unmeasured")]
         ratios = re.findall(r"(?<![\d.])\d\.\d\d(?!\d)", bullets)
         self.assertGreaterEqual(len(ratios), 6)
         rows = re.findall(r"^\| ([\d,]+ \| \d) \| `(\w+)` \| [^|]* \| [^|]* \| ([\d.]+) \| \d+ \| ([\d.]+) \|$", measured, re.MULTILINE)
