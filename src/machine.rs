@@ -83,7 +83,10 @@ impl<'a> Machine<'a> {
     }
 
     /// Fails if what is multiplied with the weights is to be rounded to another type than theirs.
-    fn check_precision(&self, decoder: &Decoder) -> Result<()> {
+    ///
+    /// # Errors
+    /// bf16 for weights in another type.
+    pub fn check_precision(&self, decoder: &Decoder) -> Result<()> {
         let stored = decoder.stored()?;
         if self.precision == Precision::Bf16 && stored != Stored::Float(Float::Bf16) {
             let name = stored.name();

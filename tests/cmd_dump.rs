@@ -4,6 +4,7 @@ use std::path::Path;
 
 use crate::common::*;
 use half::{bf16, f16};
+use kvsmith::internal::compute::pairs;
 use kvsmith::internal::model::Decoder;
 use ndarray::{Array1, Array3, ArrayView1, ArrayView3, Axis, concatenate};
 use serde_json::{Value, json};
@@ -293,6 +294,42 @@ fn states_are_those_of_the_model_rounded_to_the_dtype() {
             }
         }
     }
+}
+
+/// Prompts in bf16 need weights in bf16, and a processor that has instructions for them.
+#[test]
+fn prompts_are_multiplied_in_bf16_on_request() {
+    let scratch = Scratch::new();
+    let model = checkpoint("llama_llama3");
+    let texts = documents(&[40], 5);
+    let tokens = scratch.tokens("tokens.json", &texts);
+    let command = |model: &str, name: &str| {
+        let out = scratch.path(name);
+        format!("dump --model {model} --tokens {tokens} --dtype f32 --precision bf16 --device cpu -o {out}")
+    };
+    let (needs, hint) = ("needs weights in BF16", "omit --precision");
+    kvsmith(&command(&checkpoint("qwen2_bias"), "other")).fails(2, needs, hint);
+    let bundled = root().join("calib-data/model");
+    let run = format!(
+        "run --model {} --prompt word --max-new 1 --device cpu --precision bf16",
+        bundled.display()
+    );
+    kvsmith(&format!("{run} --weights q8")).fails(2, needs, hint);
+    let rounded = kvsmith(&command(&model, "rounded"));
+    if pairs::check().is_err() {
+        rounded.fails(1, "AVX512-BF16", hint);
+        kvsmith(&run).fails(1, "AVX512-BF16", hint);
+        return;
+    }
+    rounded.ok();
+    kvsmith(&run).ok();
+    let expected = &states(&model, &texts)[0][0];
+    let found = read_tensors(format!("{}/layer-00000.safetensors", scratch.path("rounded")));
+    let found: Vec<f32> = bytemuck::pod_collect_to_vec(&found["k_pre"].bytes);
+    let largest = expected.iter().fold(0.0f32, |a, x| a.max(x.abs()));
+    let off = expected.iter().zip(found).map(|(a, b)| (a - b).abs());
+    let off = off.fold(0.0, f32::max);
+    assert!(off > 0.0 && off < 0.05 * largest, "{off} of {largest}");
 }
 
 /// Angular frequencies and attention factor of two golden checkpoints, written out.

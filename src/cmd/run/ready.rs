@@ -16,6 +16,7 @@ use crate::kv::sample::Sampler;
 use crate::machine::ON_CPU;
 use crate::method::Method;
 use crate::model::Decoder;
+use crate::model::forward::CpuForward;
 use crate::runner::{CpuBackend, DecodeOptions, Session};
 
 /// What is opened before it is known by which method prompts are answered.
@@ -133,10 +134,14 @@ fn open_session<'a>(
     known: usize,
 ) -> Result<(Session<'a>, Option<&'static str>)> {
     let reserved = known + args.max_new.min(RESERVED);
-    let Some(driver) = device.cuda() else {
-        return Ok((Session::on_cpu(decoder, method, options, reserved)?, None));
-    };
     let log = global.log();
+    let machine = args.reading.machine(global, device, &log);
+    machine.check_precision(decoder)?;
+    let Some(driver) = device.cuda() else {
+        let forward = Box::new(CpuForward::with_precision(decoder, machine.on_cpu()?)?);
+        let backend = CpuBackend::new(forward, method, options, reserved);
+        return Ok((Session::new(backend), None));
+    };
     let source = Source {
         driver,
         decoder,
@@ -158,7 +163,6 @@ fn open_session<'a>(
         later_prompts: args.chat,
     };
     let tell = |text: &str| log.detail(text);
-    let machine = args.reading.machine(global, device, &log);
     let Some(rows) = machine.rows_for(method, &options, args.chat) else {
         let forward = Box::new(source.forward(&extent, &tell)?);
         let backend = CpuBackend::new(forward, method, options, reserved);
