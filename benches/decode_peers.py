@@ -164,8 +164,9 @@ def main():
         document["runs"] = [of for of in document["runs"] if not mine & set(of["models"])] + [run]
         document["rows"] = [row for row in document["rows"] if row["model"] not in mine] + rows
         order = ["smollm2-135m", *(model for model, _, _ in SHAPES.values())]
-        document["runs"].sort(key=lambda of: order.index(of["models"][0]))
-        document["rows"].sort(key=lambda row: order.index(row["model"]))
+        place = {model: i for i, model in enumerate(order)}
+        document["runs"].sort(key=lambda of: place.get(of["models"][0], len(order)))
+        document["rows"].sort(key=lambda row: place.get(row["model"], len(order)))
         documents.save("decode", document)
 
 

@@ -402,8 +402,8 @@ class Prompts(unittest.TestCase):
         rows = [{"program": program, "precision": precision, "part": part, "tokens": 512, "threads": threads, "seconds": time / threads + (part == "attention" and program == "PyTorch") * 2}
                 for (program, precision), time in seconds.items() for part in ("projections", "attention") for threads in (1, 2)]
         said = sentences.prompts_sentence({"machine": "Some CPU, 2 threads, avx2", "rows": rows})
-        self.assertIn("On Some CPU (a layer of Llama-3.1-8B's size, 512 tokens, 1 and 2 threads), projections take 2.0 times as long in f32 and 0.9 times in PyTorch", said)
-        self.assertIn("attention 2.0 and 1.9 to 2.9 times", said)
+        self.assertIn("on Some CPU (a layer of Llama-3.1-8B, 512 tokens, 1 and 2 threads), f32 takes 2.0 times as long for projections and 2.0 for attention", said)
+        self.assertIn("PyTorch (its faster type) 0.9 and 1.9 to 2.9", said)
 
 
 class Reference(unittest.TestCase):

@@ -29,7 +29,7 @@ pub struct Machine<'a> {
     pub device: &'a dyn Device,
     /// Whether a model that the GPU cannot run runs on the CPU; if not, that is an error.
     pub falls_back: bool,
-    /// The type of what is multiplied with 16-bit weights: of prompts on the CPU, of everything on a GPU.
+    /// The type in which prompts are multiplied.
     pub precision: Precision,
     /// Which memory holds the cached rows of a model that runs on a GPU.
     pub rows: RowsIn,
@@ -87,8 +87,11 @@ impl<'a> Machine<'a> {
     /// # Errors
     /// bf16 for weights in another type.
     pub fn check_precision(&self, decoder: &Decoder) -> Result<()> {
+        if self.precision != Precision::Bf16 {
+            return Ok(());
+        }
         let stored = decoder.stored()?;
-        if self.precision == Precision::Bf16 && stored != Stored::Float(Float::Bf16) {
+        if stored != Stored::Float(Float::Bf16) {
             let name = stored.name();
             let wrong =
                 format!("⟨precision=bf16⟩ needs weights in BF16, and those of this model are in {name}");
@@ -100,7 +103,7 @@ impl<'a> Machine<'a> {
     /// Warns once if the GPU's library for products is missing and the model would use it: products in f32 do not.
     fn warn_of_library(&self, driver: &dyn Driver, decoder: &Decoder) {
         static WARNED: Once = Once::new();
-        let is_used = self.precision == Precision::Auto && decoder.embedding.float() != Float::F32;
+        let is_used = self.precision != Precision::F32 && decoder.embedding.float() != Float::F32;
         if let Some(missing) = driver.missing_library().filter(|_| is_used) {
             WARNED.call_once(|| self.reporter.warn(missing));
         }

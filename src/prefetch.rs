@@ -19,7 +19,7 @@ pub fn prefetch<T>(values: &[T]) {
     let _ = values;
 }
 
-/// Prefetches the cache lines [`AHEAD`] of those that hold `values`, which need not belong to anything, into the second cache:
+/// Prefetches the cache lines [`AHEAD`] bytes after those that hold `values`, which need not belong to anything, into the second cache:
 /// the first one has few places for lines that are on their way, and what is read now needs them.
 #[inline(always)]
 pub fn prefetch_ahead<T>(values: &[T]) {
@@ -35,7 +35,7 @@ pub fn prefetch_ahead<T>(values: &[T]) {
     let _ = values;
 }
 
-/// Calls `each` with the address of each cache line that holds values.
+/// Calls `each` with an address every 64 bytes, the length of a cache line.
 #[cfg(target_arch = "x86_64")]
 #[inline(always)]
 fn each_line<T>(values: &[T], each: impl Fn(*const i8)) {

@@ -30,7 +30,7 @@ pub struct Global {
     /// back
     #[arg(long, global = true, value_parser = choice::<DeviceKind>(), default_value_t = DeviceKind::Auto)]
     pub device: DeviceKind,
-    /// Type of the values that are multiplied with 16-bit weights: of prompts on the CPU, of everything on a GPU
+    /// Type in which prompts are multiplied, in projections and attention
     #[arg(long, global = true, value_parser = choice::<Precision>(), default_value_t = Precision::Auto)]
     pub precision: Precision,
     /// Number of CPU threads, 1 to 1024 (default: all cores)

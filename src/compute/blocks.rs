@@ -77,8 +77,8 @@ pub fn multiply(a: &[Row], depth: usize, b: &[PanelLine], panels: usize, c: &mut
     }
 }
 
-/// Computes [`multiply`] with two bf16 values, a pair, in place of each value of the factors ([`super::pairs`]): a sum takes the
-/// products of both.
+/// As [`multiply`], but each f32 of `a` and `b` holds a pair of bf16 values ([`super::pairs`]), of which a sum takes both products;
+/// `depth` counts pairs.
 ///
 /// # Numerics
 /// Those of the instruction VDPBF16PS, on every instruction set: each sum starts at zero and takes, pair by pair, the product of
@@ -109,8 +109,8 @@ fn multiply_pairs_plain(a: &[Row; TILE], lines: &[PanelLine], panel: usize, c: &
     for (a, c) in a.iter().zip(c) {
         let c = &mut c.0.as_chunks_mut::<PANEL>().0[panel];
         for (l, c) in c.iter_mut().enumerate() {
-            let pairs = a.0.iter().zip(lines);
-            let sum = pairs.fold(0.0, |sum, (a, line)| pairs::add_products(sum, *a, line.0[l]));
+            let terms = a.0.iter().zip(lines);
+            let sum = terms.fold(0.0, |sum, (a, line)| pairs::add_products(sum, *a, line.0[l]));
             *c = if add { *c + sum } else { sum };
         }
     }

@@ -245,10 +245,7 @@ fn pairs_of(x: ArrayView2<f32>) -> Array2<f32> {
     let mut out = Array2::zeros((x.nrows(), x.ncols().div_ceil(2)));
     let rows = x.axis_iter(Axis(0)).into_par_iter();
     let each = out.axis_iter_mut(Axis(0)).into_par_iter().zip(rows);
-    each.for_each(|(mut out, row)| match row.as_slice() {
-        Some(row) => pairs::round(row, elements_mut(&mut out)),
-        None => pairs::round(&row.to_vec(), elements_mut(&mut out)),
-    });
+    each.for_each(|(mut out, row)| pairs::round_array(row, elements_mut(&mut out)));
     out
 }
 

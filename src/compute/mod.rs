@@ -56,13 +56,13 @@ choices! {
 }
 
 choices! {
-    /// The type of what is multiplied with 16-bit weights.
+    /// The type in which prompts are multiplied: what their projections multiply with 16-bit weights, and their attention.
     pub enum Precision {
-        /// On a GPU, round them to the type of the weights, so that tensor cores can be used; on the CPU, keep them in f32.
+        /// On a GPU, the type of the weights, so that tensor cores can be used; on the CPU, f32.
         Auto = "auto",
-        /// Keep them in f32.
+        /// Nothing is rounded.
         F32 = "f32",
-        /// Round them to bf16, also on the CPU, which needs AVX512-BF16.
+        /// For weights in bf16, on GPUs and on CPUs with AVX512-BF16.
         Bf16 = "bf16",
     }
 }

@@ -3,8 +3,8 @@
 //! Buffers, panels and transpositions of products are those of f32; only the products themselves ([`super::blocks::multiply_pairs`])
 //! look into the bits.
 
-use half::bf16;
 use multiversion::multiversion;
+use ndarray::ArrayView1;
 
 use crate::error::{Error, Result};
 
@@ -21,10 +21,10 @@ pub fn check() -> Result<()> {
     Err(Error::unsupported(missing).hint("omit ⟨precision⟩"))
 }
 
-/// Returns two values as a pair.
+/// Returns two values, rounded, as a pair.
 #[inline(always)]
-pub fn pair(first: bf16, second: bf16) -> f32 {
-    f32::from_bits(u32::from(first.to_bits()) | u32::from(second.to_bits()) << 16)
+fn pair(first: f32, second: f32) -> f32 {
+    f32::from_bits(rounded(first) | rounded(second) << 16)
 }
 
 /// Rounds values to bf16, to the nearest, ties to even, and writes them as pairs. Of an odd number of values, the last pair has
@@ -37,10 +37,18 @@ pub fn round(values: &[f32], out: &mut [f32]) {
     let (whole, rest) = values.as_chunks::<2>();
     let out = &mut out[..values.len().div_ceil(2)];
     for (out, [first, second]) in out.iter_mut().zip(whole) {
-        *out = f32::from_bits(rounded(*first) | rounded(*second) << 16);
+        *out = pair(*first, *second);
     }
     if let [last] = rest {
         out[whole.len()] = f32::from_bits(rounded(*last));
+    }
+}
+
+/// Rounds the elements of an array to pairs at the start of `out`, as [`round`].
+pub fn round_array(values: ArrayView1<f32>, out: &mut [f32]) {
+    match values.as_slice() {
+        Some(values) => round(values, out),
+        None => round(&values.to_vec(), out),
     }
 }
 
@@ -48,7 +56,7 @@ pub fn round(values: &[f32], out: &mut [f32]) {
 #[multiversion(targets("x86_64+avx512f+avx512bw+avx512vl", "x86_64+avx2", "aarch64+neon"))]
 pub fn round_in_place(row: &mut [f32]) {
     for i in 0..row.len() / 2 {
-        row[i] = f32::from_bits(rounded(row[2 * i]) | rounded(row[2 * i + 1]) << 16);
+        row[i] = pair(row[2 * i], row[2 * i + 1]);
     }
 }
 
@@ -56,7 +64,7 @@ pub fn round_in_place(row: &mut [f32]) {
 #[multiversion(targets("x86_64+avx512f+avx512bw+avx512vl", "x86_64+avx2", "aarch64+neon"))]
 pub fn interleave(first: &[f32], second: &[f32], out: &mut [f32]) {
     for ((out, first), second) in out.iter_mut().zip(first).zip(second) {
-        *out = f32::from_bits(rounded(*first) | rounded(*second) << 16);
+        *out = pair(*first, *second);
     }
 }
 
@@ -92,6 +100,8 @@ fn flushed(x: f32) -> f32 {
 
 #[cfg(test)]
 mod tests {
+    use half::bf16;
+
     use super::*;
     use crate::testing::numbers;
 
@@ -128,7 +138,7 @@ mod tests {
 
     #[test]
     fn a_pair_has_the_product_of_both_halves() {
-        let of = |x: f32, y: f32| pair(bf16::from_f32(x), bf16::from_f32(y));
+        let of = pair;
         assert_eq!(add_products(1.0, of(2.0, 3.0), of(5.0, 7.0)), 32.0);
         // The second product is added first: it leaves nothing of the sum but its own size.
         let large = 2f32.powi(30);

@@ -103,6 +103,9 @@ pub fn run(args: &PrefillArgs, global: &Global) -> Result<()> {
     let rounds = global.precision == Precision::Bf16;
     if rounds {
         pairs::check()?;
+        if args.weights != Float::Bf16 {
+            return Err(Error::usage("--precision bf16 needs --weights bf16").hint("omit --weights"));
+        }
     }
     let mut comparison = Comparison::new("prefill", args.runs, global)?;
     for &tokens in &args.tokens {

@@ -24,9 +24,9 @@ const QUERY_TILE: usize = 480;
 /// With a `window` of W a query at position t sees the positions t-W+1..=t.
 ///
 /// # Numerics
-/// Products in f32, or with `rounds` and an even number of channels of factors rounded to bf16: queries times the scale, keys,
-/// values and softmax weights, whose sum is that of the unrounded weights ([`multiply_pairs`]; a block then has 256 channels).
-/// All else is f32: the softmax is computed over blocks of 128 keys from position 0 on, with a running maximum. Scores are summed
+/// f32; with `rounds` and an even number of channels, the factors of both products are rounded to bf16 ([`multiply_pairs`]): scaled
+/// queries and keys, softmax weights and values. Weights are divided by the sum of the unrounded ones, blocks of channels have
+/// twice the length, and a value that is not finite may also show in the rows just before its position. The softmax is computed over blocks of 128 keys from position 0 on, with a running maximum. Scores are summed
 /// in blocks of 128 channels, each block starting from zero; outputs are summed block by block of keys. The bits of a
 /// row are the same on every instruction set and do not depend on the other queries. A NaN in the inputs gives NaN.
 pub fn causal(
@@ -176,11 +176,12 @@ struct CausalScratch {
 
 impl CausalScratch {
     fn start(&mut self, task: &Task, q: ArrayView3<f32>) {
-        let (stacked, sides) = (task.stacked(), task.sides().count());
+        let (stacked, n_sides) = (task.stacked(), task.sides().count());
+        let factor_sides = sides(task.places(task.d)).count();
         // The softmax computes powers of two instead of powers of e, so log2(e) goes into the scale.
         let scale = std::f32::consts::LOG2_E / (task.d as f32).sqrt();
         self.q.clear();
-        self.q.resize(sides * stacked, Row::ZERO);
+        self.q.resize(factor_sides * stacked, Row::ZERO);
         for row in 0..task.r * task.m {
             let q = q.slice(s![row % task.r, row / task.r, ..]);
             for (b, side) in task.sides().enumerate() {
@@ -199,13 +200,13 @@ impl CausalScratch {
         self.scores.clear();
         self.scores.resize(stacked, Row::ZERO);
         self.out.clear();
-        self.out.resize(sides * stacked, Row::ZERO);
+        self.out.resize(n_sides * stacked, Row::ZERO);
         self.seen.clear();
         self.seen.resize(stacked, Seen::NOTHING);
         self.keys.clear();
-        self.keys.resize(sides * PANELS * SIDE, PanelLine::ZERO);
+        self.keys.resize(factor_sides * PANELS * SIDE, PanelLine::ZERO);
         self.values.clear();
-        self.values.resize(sides * PANELS * SIDE, PanelLine::ZERO);
+        self.values.resize(n_sides * PANELS * SIDE, PanelLine::ZERO);
     }
 
     /// Copies a block of keys and values into the layout that the matrix products read.
@@ -215,7 +216,7 @@ impl CausalScratch {
             for (p, start) in block.clone().step_by(PANEL).enumerate() {
                 for (to, j) in rows.iter_mut().zip(start..block.end) {
                     match task.in_pairs {
-                        true => round(k.slice(s![j, 2 * side.start..2 * side.end]), &mut to.0),
+                        true => pairs::round_array(k.slice(s![j, 2 * side.start..2 * side.end]), &mut to.0),
                         false => copy(k.slice(s![j, side.clone()]), &mut to.0),
                     }
                 }
@@ -292,14 +293,6 @@ impl CausalScratch {
                 target.zip_mut_with(&from, |o, x| *o = x * inverse);
             }
         }
-    }
-}
-
-/// Rounds the elements of `from` to pairs at the start of `to`.
-fn round(from: ArrayView1<f32>, to: &mut [f32]) {
-    match from.as_slice() {
-        Some(from) => pairs::round(from, to),
-        None => pairs::round(&from.to_vec(), to),
     }
 }
 

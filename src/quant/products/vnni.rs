@@ -1,7 +1,7 @@
 //! [`dots`](super::dots) with AVX512-VNNI: a register holds a chunk of two rows of the weight, one in each half.
 //!
-//! The instruction multiplies unsigned codes with signed ones. Codes of the weight become unsigned by adding the type's
-//! [`bias`]; what this adds to a sum depends on the inputs alone, and the sum begins with its negative.
+//! The instruction multiplies unsigned codes with signed ones. Codes of the weight keep the [`bias`] with which most types store
+//! them; what it adds to a sum depends on the inputs alone, and the sum begins with its negative.
 //!
 //! The loops are plain ones: the compiler does not inline a closure of these instructions into `map` or `from_fn`.
 
@@ -14,7 +14,8 @@ use crate::quant::{CHUNK, Quant};
 /// Registers that hold the rows of one call.
 const PAIRS: usize = AT_ONCE / 2;
 
-/// Returns what is added to the codes of a type; each is a power of two, or nothing.
+/// Returns by how much the codes of a type are larger than their values: a power of two, or zero. Q8_0 stores them with a sign,
+/// which [`unsigned`] removes.
 const fn bias(quant: Quant) -> u32 {
     match quant {
         Quant::Q4_0 => 8,
