@@ -231,9 +231,9 @@ def prompts_sentence(document):
     (project, their_project), (attend, their_attend) = ([faster(part, peers) for peers in ([("kvsmith", "f32")], [("PyTorch", "f32"), ("PyTorch", "bf16")])]
                                                         for part in ("projections", "attention"))
     tokens, threads = ({at[i] for at in settings} for i in (0, 1))
-    return (f"`--precision bf16` multiplies prompts in bf16, on processors with AVX512-BF16 and for weights in bf16. Compared with it, on {document['machine'].split(',')[0]} (a layer of Llama-3.1-8B, "
-            f"{listed([f'{n:,}' for n in sorted(tokens)])} tokens, {listed([str(n) for n in sorted(threads)])} threads), f32 takes {project} times as long for projections and {attend} for attention, "
-            f"PyTorch (its faster type) {their_project} and {their_attend} ([prompts.json](results/prompts.json)). What it loses is unmeasured.")
+    return (f"`--precision bf16` multiplies prompts in bf16, for weights in bf16, on processors with AVX512-BF16. Compared with it, on {document['machine'].split(',')[0]} (a layer of Llama-3.1-8B, "
+            f"{listed([f'{n:,}' for n in sorted(tokens)])} tokens, {listed([str(n) for n in sorted(threads)])} threads), f32 takes {project} times as long in projections and {attend} in attention, "
+            f"PyTorch (its faster type) {their_project} and {their_attend} ([prompts.json](results/prompts.json)). Its loss is unmeasured.")
 
 
 def speed_sentence(document, found):

@@ -402,7 +402,7 @@ class Prompts(unittest.TestCase):
         rows = [{"program": program, "precision": precision, "part": part, "tokens": 512, "threads": threads, "seconds": time / threads + (part == "attention" and program == "PyTorch") * 2}
                 for (program, precision), time in seconds.items() for part in ("projections", "attention") for threads in (1, 2)]
         said = sentences.prompts_sentence({"machine": "Some CPU, 2 threads, avx2", "rows": rows})
-        self.assertIn("on Some CPU (a layer of Llama-3.1-8B, 512 tokens, 1 and 2 threads), f32 takes 2.0 times as long for projections and 2.0 for attention", said)
+        self.assertIn("on Some CPU (a layer of Llama-3.1-8B, 512 tokens, 1 and 2 threads), f32 takes 2.0 times as long in projections and 2.0 in attention", said)
         self.assertIn("PyTorch (its faster type) 0.9 and 1.9 to 2.9", said)
 
 
