@@ -138,9 +138,9 @@ mod x86 {
         let mut sums = [[_mm512_setzero_ps(); VECTORS]; TILE];
         for (k, line) in lines.iter().enumerate() {
             let mut right = [_mm512_setzero_ps(); VECTORS];
-            for v in 0..VECTORS {
+            for (v, right) in right.iter_mut().enumerate() {
                 // SAFETY: a line has VECTORS vectors.
-                right[v] = unsafe { _mm512_load_ps(line.0.as_ptr().add(16 * v)) };
+                *right = unsafe { _mm512_load_ps(line.0.as_ptr().add(16 * v)) };
             }
             for r in 0..TILE {
                 // SAFETY: there are at most as many lines as a row has values; both types have 64 bytes.
@@ -155,13 +155,13 @@ mod x86 {
         }
         for r in 0..TILE {
             let to = &mut c[r].0.as_chunks_mut::<PANEL>().0[panel];
-            for v in 0..VECTORS {
+            for (v, sum) in sums[r].iter().enumerate() {
                 // SAFETY: a panel has VECTORS vectors of columns, on the line of a cache.
                 unsafe {
                     let to = to.as_mut_ptr().add(16 * v);
                     let sum = match add {
-                        true => _mm512_add_ps(_mm512_load_ps(to), sums[r][v]),
-                        false => sums[r][v],
+                        true => _mm512_add_ps(_mm512_load_ps(to), *sum),
+                        false => *sum,
                     };
                     _mm512_store_ps(to, sum);
                 }
