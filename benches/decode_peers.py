@@ -28,6 +28,7 @@ HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parent / "scripts"))
 import documents  # noqa: E402
 from claims import NO_BYPASS  # noqa: E402
+from lab import known_commit  # noqa: E402
 
 # Methods whose loss and time both are known, and the options of `bench decode` with which they are as in those tables.
 LOSSES = {"wpq": (), "selfindex": (), "streaming": (), "pqcache": (), "lfps": (), "a2ats": ("--size", 1024)}
@@ -160,7 +161,7 @@ def main():
     for name in arguments.only.split(","):
         rows = smollm2(arguments, ggufs) if name == "smollm2" else shape(arguments, name)
         mine = {row["model"] for row in rows}
-        run = {"models": sorted(mine), "program": ", ".join(version[:2]), "machine": machine(version), "rounds": arguments.rounds} | (peer if name == "smollm2" else {})
+        run = {"models": sorted(mine), "program": known_commit(", ".join(version[:2])), "machine": machine(version), "rounds": arguments.rounds} | (peer if name == "smollm2" else {})
         document["runs"] = [of for of in document["runs"] if not mine & set(of["models"])] + [run]
         document["rows"] = [row for row in document["rows"] if row["model"] not in mine] + rows
         order = ["smollm2-135m", *(model for model, _, _ in SHAPES.values())]

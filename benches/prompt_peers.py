@@ -1,11 +1,11 @@
 #!/usr/bin/env python3
 """Times a prompt through one layer, in f32 and with `--precision bf16`, beside PyTorch; writes docs/results/prompts.json.
 
-    python benches/prompt_peers.py KVSMITH [--tokens 512,2048] [--threads 1,2] [--rounds 3]
+    python benches/prompt_peers.py KVSMITH [--tokens 512] [--threads 1,2] [--rounds 3]
 
-Needs numpy and torch, a processor with AVX512-BF16, and an otherwise idle machine; it takes about ten minutes. The contenders
-take turns; a row has the median over the rounds, and all of them. The layer is that of benches/cpu_peers.py: 4096 channels, 14336 in its MLP,
-32 query and 8 KV heads of 128 channels, weights in bf16. scripts/render.py says in docs/performance.md what was found.
+Needs numpy and torch, a processor with AVX512-BF16, and an otherwise idle machine; it takes about four minutes. The contenders
+take turns; a row has the median over the rounds, and all of them. The layer is that of benches/cpu_peers.py: 4096 channels,
+14336 in its MLP, 32 query and 8 KV heads of 128 channels, weights in bf16. scripts/render.py says in docs/performance.md what was found.
 """
 
 import argparse
@@ -20,6 +20,7 @@ sys.path[:0] = [str(HERE), str(HERE.parent / "scripts")]
 import documents  # noqa: E402
 from cpu_peers import CHANNELS, HEADS, KV_HEADS, Layer, bench  # noqa: E402
 from decode_peers import machine  # noqa: E402
+from lab import known_commit  # noqa: E402
 
 HIDDEN, INNER = 4096, 14336
 PARTS = ("projections", "attention")
@@ -44,7 +45,7 @@ def theirs(layer, tokens, kind):
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("kvsmith", type=Path, help="the program")
-    parser.add_argument("--tokens", type=numbers, default=[512, 2048], help="lengths of the prompt")
+    parser.add_argument("--tokens", type=numbers, default=[512], help="lengths of the prompt")
     parser.add_argument("--threads", type=numbers, default=sorted({1, os.cpu_count()}), help="numbers of threads (default: one and all)")
     parser.add_argument("--rounds", type=int, default=3, help="turns of each contender")
     arguments = parser.parse_args()
@@ -69,7 +70,7 @@ def main():
                     each = [of[part] for of in times]
                     rows.append({"program": who, "precision": precision, "part": part, "tokens": tokens, "threads": threads,
                                  "seconds": statistics.median(each), "rounds": each})
-    documents.save("prompts", {"table": "prompts", "program": ", ".join(version[:2]), "machine": machine(version), "peer": f"PyTorch {torch.__version__}",
+    documents.save("prompts", {"table": "prompts", "program": known_commit(", ".join(version[:2])), "machine": machine(version), "peer": f"PyTorch {torch.__version__}",
                                "layer": {"hidden": HIDDEN, "intermediate": INNER, "heads": HEADS, "kv_heads": KV_HEADS, "head_dim": CHANNELS}, "rows": rows})
 
 

@@ -91,7 +91,8 @@ claim says only that more reading loses less. [../methods.md](../methods.md) exp
 """
 
 QUESTIONS = "Each text hides the secret codes of eight names and asks for all of them, one after the other (the task `turns` of `scripts/tasks.py`)."
-FOUR = "At 8,192 tokens, it asks for four of them."
+# Of texts that ask for fewer.
+FEWER = "At {:,} tokens, it asks for {} of them."
 FED = "Each question is fed in decode steps."
 QUESTION_INTERVALS = "The intervals resample the texts, not the questions."
 # How a question is fed.
@@ -136,6 +137,11 @@ def calibration(document):
     return f"Artifacts: {'; '.join(each)}."
 
 
+def fewer(document):
+    """Say how many facts of each text are asked for, if there is such a table."""
+    return f"{FEWER.format(document['length'], document['questions'] // len(document['full_scores_by_line']))} " if document else ""
+
+
 def all_results_page(found):
     """Return docs/dev/results.md."""
     parts = [ALL_HEADER, ALL_READING]
@@ -144,7 +150,7 @@ def all_results_page(found):
     for name, heading in TEXTS:
         if document := found[name]:
             parts += [f"## {heading}\n", of_blocks(document), tables.text_table(document), tables.ratio_table(document)]
-    parts += ["## Questions\n", f"{QUESTIONS} {f'{FOUR} ' if found['questions-8192'] else ''}{QUESTION_INTERVALS}\n"]
+    parts += ["## Questions\n", f"{QUESTIONS} {fewer(found['questions-8192'])}{QUESTION_INTERVALS}\n"]
     for name in ("questions-4096", "questions-8192", "easy-4096", "final-questions-4096"):
         if document := found[name]:
             right = percent(document["full_needle_accuracy"])

@@ -258,6 +258,15 @@ def setting_of(row, tables):
     return next((of for of in found if abs(np.mean(of["budget"]) - row["budget"]) <= 1e-6), None)
 
 
+def answered_at(row, tables):
+    """Return the share of questions about a text of this length that the method answers at the setting of a row of speeds, to 1% of the budget, or None."""
+    asked = tables.get(f"questions-{row['context']}")
+    if not asked or row["method"] == "full":
+        return asked and asked["full_needle_accuracy"]
+    found = [of for of in asked["rows"] if (of["method"], of["share"]) == (row["method"], row.get("share")) and of["form"] in ("", NO_BYPASS) and of["budget"] is not None]
+    return next((of["needle_accuracy"] for of in found if abs(np.mean(of["budget"]) / row["budget"] - 1) <= 0.01), None)
+
+
 def decode_table(document, tables, shown=lambda row: True):
     """Return tokens per second of whole models, with the loss at the same setting where it is known; with rounded weights, of some methods."""
     rows = []
@@ -271,8 +280,8 @@ def decode_table(document, tables, shown=lambda row: True):
         measured = setting_of(row, tables) if exact else None
         is_real = row["model"] == "smollm2-135m"
         loss = "0" if row["method"] == "full" and exact and ours and is_real else decimals("kl", 4)(measured or {})
-        asked = (tables.get(f"questions-{row['context']}") or {}) if exact and ours and row["method"] == "full" and is_real else {}
-        answered = percent((measured or {}).get("needle_accuracy", asked.get("full_needle_accuracy")))
+        is_known = exact and ours and is_real and (measured or row["method"] == "full")
+        answered = percent(answered_at(row, tables) if is_known else None)
         rows.append([row["model"] if is_real else f"{row['model']}, random", row["weights"], f"{row['context']:,}", f"`{row['method']}`" if ours else f"llama.cpp, cache in {row['cache']}", reads, loss,
                      answered, rate])
     head = ["model", "weights", "positions", "method", "read", "KL, nats", "questions answered", "tokens/s (range)"]

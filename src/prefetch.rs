@@ -19,8 +19,8 @@ pub fn prefetch<T>(values: &[T]) {
     let _ = values;
 }
 
-/// Prefetches the cache lines [`AHEAD`] bytes after those that hold `values`, which need not belong to anything, into the second cache:
-/// the first one has few places for lines that are on their way, and what is read now needs them.
+/// Prefetches the cache lines [`AHEAD`] bytes after those that hold `values`, which need not belong to anything, into the
+/// second cache: the first one has few places for lines that are on their way, and what is read now needs them.
 #[inline(always)]
 pub fn prefetch_ahead<T>(values: &[T]) {
     #[cfg(target_arch = "x86_64")]

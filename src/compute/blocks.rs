@@ -77,8 +77,8 @@ pub fn multiply(a: &[Row], depth: usize, b: &[PanelLine], panels: usize, c: &mut
     }
 }
 
-/// As [`multiply`], but each f32 of `a` and `b` holds a pair of bf16 values ([`super::pairs`]), of which a sum takes both products;
-/// `depth` counts pairs.
+/// As [`multiply`], but each f32 of `a` and `b` holds a pair of bf16 values ([`super::pairs`]), of which a sum takes both
+/// products; `depth` counts pairs.
 ///
 /// # Numerics
 /// Those of the instruction VDPBF16PS, on every instruction set: each sum starts at zero and takes, pair by pair, the product of

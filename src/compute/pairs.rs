@@ -1,7 +1,7 @@
 //! Pairs of bf16 values, kept in the bits of one f32: the first value in the lower half.
 //!
-//! Buffers, panels and transpositions of products are those of f32; only the products themselves ([`super::blocks::multiply_pairs`])
-//! look into the bits.
+//! Buffers, panels and transpositions of products are those of f32; only the products themselves
+//! ([`super::blocks::multiply_pairs`]) look into the bits.
 
 use multiversion::multiversion;
 use ndarray::ArrayView1;

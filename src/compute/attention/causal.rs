@@ -24,11 +24,13 @@ const QUERY_TILE: usize = 480;
 /// With a `window` of W a query at position t sees the positions t-W+1..=t.
 ///
 /// # Numerics
-/// f32; with `rounds` and an even number of channels, the factors of both products are rounded to bf16 ([`multiply_pairs`]): scaled
-/// queries and keys, softmax weights and values. Weights are divided by the sum of the unrounded ones, blocks of channels have
-/// twice the length, and a value that is not finite may also show in the rows just before its position. The softmax is computed over blocks of 128 keys from position 0 on, with a running maximum. Scores are summed
+/// f32; the softmax is computed over blocks of 128 keys from position 0 on, with a running maximum. Scores are summed
 /// in blocks of 128 channels, each block starting from zero; outputs are summed block by block of keys. The bits of a
 /// row are the same on every instruction set and do not depend on the other queries. A NaN in the inputs gives NaN.
+///
+/// With `rounds` and an even number of channels, the factors of both products are rounded to bf16 ([`multiply_pairs`]):
+/// scaled queries and keys, softmax weights and values. Weights are divided by the sum of the unrounded ones, scores are
+/// summed in blocks of 256 channels, and a value that is not finite may also show just before its position.
 pub fn causal(
     q: ArrayView3<f32>,
     k: ArrayView3<f32>,
@@ -97,6 +99,11 @@ impl Task {
     /// Returns the ranges of channels, at most [`SIDE`] channels each.
     fn sides(&self) -> impl Iterator<Item = Range<usize>> + use<> {
         sides(self.d)
+    }
+
+    /// Returns the ranges of channels, or of pairs of channels, of a product of queries and keys.
+    fn factor_sides(&self) -> impl Iterator<Item = Range<usize>> + use<> {
+        sides(self.places(self.d))
     }
 
     /// Returns the number of values in the place of so many: pairs have half as many.
@@ -177,7 +184,7 @@ struct CausalScratch {
 impl CausalScratch {
     fn start(&mut self, task: &Task, q: ArrayView3<f32>) {
         let (stacked, n_sides) = (task.stacked(), task.sides().count());
-        let factor_sides = sides(task.places(task.d)).count();
+        let factor_sides = task.factor_sides().count();
         // The softmax computes powers of two instead of powers of e, so log2(e) goes into the scale.
         let scale = std::f32::consts::LOG2_E / (task.d as f32).sqrt();
         self.q.clear();
@@ -212,7 +219,7 @@ impl CausalScratch {
     /// Copies a block of keys and values into the layout that the matrix products read.
     fn load(&mut self, task: &Task, k: ArrayView2<f32>, v: ArrayView2<f32>, block: &Range<usize>) {
         let mut rows = [Row::ZERO; PANEL];
-        for (b, side) in sides(task.places(task.d)).enumerate() {
+        for (b, side) in task.factor_sides().enumerate() {
             for (p, start) in block.clone().step_by(PANEL).enumerate() {
                 for (to, j) in rows.iter_mut().zip(start..block.end) {
                     match task.in_pairs {
@@ -251,7 +258,7 @@ impl CausalScratch {
         let stacked = task.stacked();
         let groups = task.groups(block);
         for (rows, keys) in &groups {
-            for (b, side) in sides(task.places(task.d)).enumerate() {
+            for (b, side) in task.factor_sides().enumerate() {
                 let q = &self.q[b * stacked..][rows.clone()];
                 let (lines, panels) = (&self.keys[b * PANELS * SIDE..], keys.div_ceil(PANEL));
                 let scores = &mut self.scores[rows.clone()];
