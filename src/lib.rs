@@ -48,6 +48,7 @@ pub mod internal {
     pub mod float;
     pub mod heap;
     pub mod kv;
+    pub mod large;
     pub mod machine;
     pub mod mapped;
     pub mod method;
@@ -77,8 +78,8 @@ use internal::cmd;
 use internal::testing;
 use internal::{
     artifact, calibration, capture, compute, corpus, cuda, disk, dump, env, error, estimate, float, heap, kv,
-    machine, mapped, method, model, numbers, parameters, prefetch, quant, runner, sandbox, slots, stats,
-    store, timing, unfinished, weight, wording, work,
+    large, machine, mapped, method, model, numbers, parameters, prefetch, quant, runner, sandbox, slots,
+    stats, store, timing, unfinished, weight, wording, work,
 };
 
 // What an artifact says.

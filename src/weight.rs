@@ -1,19 +1,27 @@
-//! A weight matrix that stays in the type that its checkpoint stores, as a view of a memory-mapped file.
+//! A weight matrix that stays in the type that its checkpoint stores, as a view of a memory-mapped file or of a copy.
 
 use std::fs::File;
 use std::io::{BufWriter, Write};
-use std::ops::Range;
+use std::ops::{Deref, Range};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use half::bf16;
 use memmap2::{Advice, UncheckedAdvice};
 use ndarray::ArrayView2;
+use rayon::prelude::*;
 
 use crate::error::{Error, Result};
 use crate::float::Float;
+use crate::heap::free_bytes;
+use crate::large::{self, Filled};
 use crate::mapped::Mapped;
 use crate::quant::Quant;
+
+/// Bytes of a cache line, at which copies of weights begin.
+const LINE: usize = 64;
+/// Copies of fewer bytes than these are not worth their pages.
+const LARGE: usize = 4 * large::PAGE;
 
 /// How a weight's values are stored.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -42,7 +50,7 @@ impl Stored {
     }
 }
 
-/// A tensor within a memory-mapped checkpoint file.
+/// A tensor within a checkpoint file.
 #[derive(Clone)]
 pub struct Weight {
     pub(crate) file: Arc<Shard>,
@@ -90,7 +98,7 @@ impl Weight {
             file: Arc::new(Shard {
                 path: PathBuf::new(),
                 file: None,
-                map,
+                bytes: Bytes::Mapped(map),
             }),
             start: 0,
             stored,
@@ -165,7 +173,7 @@ impl Weight {
     pub fn row_bytes(&self, row: usize) -> &[u8] {
         let size = self.stored.bytes(self.cols);
         let first = self.start + stored_row(row, self.alternating) * size;
-        &self.file.map[first..first + size]
+        &self.file.bytes[first..first + size]
     }
 
     /// Returns the rows as bf16, or `None` if they are stored in another type or not aligned.
@@ -173,9 +181,8 @@ impl Weight {
         let Stored::Float(Float::Bf16) = self.stored else {
             return None;
         };
-        let bytes = &self.file.map[self.start..self.start + self.bytes()];
         Some(Bf16Rows {
-            values: bytemuck::try_cast_slice(bytes).ok()?,
+            values: bytemuck::try_cast_slice(self.all_bytes()).ok()?,
             cols: self.cols,
             alternating: self.alternating,
         })
@@ -242,13 +249,13 @@ impl Weight {
     /// A later access reads them from the file again.
     pub fn release(weights: &[&Self]) {
         for w in weights {
+            let Bytes::Mapped(map) = &w.file.bytes else {
+                continue;
+            };
             // SAFETY: the mapping is read-only and file-backed: dropped pages come back with the same
             // contents on the next access.
-            let advised = unsafe {
-                w.file
-                    .map
-                    .unchecked_advise_range(UncheckedAdvice::DontNeed, w.start, w.bytes())
-            };
+            let advised =
+                unsafe { map.unchecked_advise_range(UncheckedAdvice::DontNeed, w.start, w.bytes()) };
             // Advice that the system ignores costs memory, never correctness.
             let _ = advised;
         }
@@ -256,10 +263,55 @@ impl Weight {
 
     /// Tells the system that rows are read in random order, so that it does not read ahead.
     pub fn scattered(&self) {
-        let _ = self
-            .file
-            .map
-            .advise_range(Advice::Random, self.start, self.bytes());
+        if let Bytes::Mapped(map) = &self.file.bytes {
+            let _ = map.advise_range(Advice::Random, self.start, self.bytes());
+        }
+    }
+
+    /// Copies weights that are read again and again to large pages, if the system has such pages and enough free memory.
+    ///
+    /// The pages of a file are small ones. As much memory as the copy takes must stay free, because the system cannot take it
+    /// back as it can take the pages of a file.
+    pub fn hold(weights: Vec<&mut Self>) {
+        let total: usize = weights.iter().map(|weight| weight.room()).sum();
+        if total >= LARGE && total <= free_bytes() / 2 && large::available() {
+            Self::copy(weights, total);
+        }
+    }
+
+    /// Copies weights to large pages; `total` is the sum of their [`Weight::room`].
+    fn copy(mut weights: Vec<&mut Self>, total: usize) {
+        let held = Filled::new(total, |mut rest| {
+            let parts = weights.iter().map(|weight| {
+                let part = rest.split_off_mut(..weight.room()).expect("the sum of all");
+                (part, weight.all_bytes())
+            });
+            let parts: Vec<(&mut [u8], &[u8])> = parts.collect();
+            let copies = parts.into_par_iter();
+            copies.for_each(|(part, bytes)| part[..bytes.len()].copy_from_slice(bytes));
+        });
+        // Without the copy, the weights are read from their files.
+        let Ok(held) = held else { return };
+        let shard = Arc::new(Shard {
+            path: PathBuf::new(),
+            file: None,
+            bytes: Bytes::Held(held),
+        });
+        let mut next = 0;
+        for weight in &mut weights {
+            weight.file = Arc::clone(&shard);
+            weight.start = next;
+            next += weight.room();
+        }
+    }
+
+    /// Returns the bytes that a copy takes, up to the start of the next copy.
+    fn room(&self) -> usize {
+        self.bytes().next_multiple_of(LINE)
+    }
+
+    fn all_bytes(&self) -> &[u8] {
+        &self.file.bytes[self.start..self.start + self.bytes()]
     }
 }
 
@@ -298,10 +350,61 @@ fn read_quantised(quant: Quant, row: &[u8], first: usize, out: &mut [f32]) {
     quant.read(row, first, out);
 }
 
-/// One mapped file of a checkpoint.
+/// One file of a checkpoint, or copies of weights.
 pub(crate) struct Shard {
     pub(crate) path: PathBuf,
-    /// The file, which is read where mapping would be slow; `None` for a temporary file, of which there can be thousands.
+    /// The file, which is read where mapping would be slow; `None` for copies, and for temporary files, of which there can be
+    /// thousands.
     pub(crate) file: Option<File>,
-    pub(crate) map: Mapped,
+    pub(crate) bytes: Bytes,
+}
+
+/// The bytes of a file, or of copies.
+pub(crate) enum Bytes {
+    Mapped(Mapped),
+    Held(Filled),
+}
+
+impl Deref for Bytes {
+    type Target = [u8];
+
+    fn deref(&self) -> &[u8] {
+        match self {
+            Self::Mapped(map) => map,
+            Self::Held(held) => held,
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use ndarray::Array2;
+
+    use super::*;
+    use crate::testing::values;
+
+    #[test]
+    fn copies_have_the_rows_of_the_weights() {
+        let sizes = [(3, 5), (4, 64), (1, 33), (8, 96)];
+        let made = sizes.into_iter().zip(1..).map(|((rows, cols), seed)| {
+            let values = Array2::from_shape_vec((rows, cols), values(rows * cols, seed)).expect("as many");
+            let mut weight = Weight::from_values(values.view(), Float::Bf16).expect("a weight");
+            weight.alternating = rows.is_multiple_of(4).then_some(4);
+            weight
+        });
+        let mut weights: Vec<Weight> = made.collect();
+        weights.push(weights[1].rounded(Some(Quant::Q8_0)).expect("whole blocks"));
+        let before = weights.clone();
+        let total = weights.iter().map(Weight::room).sum();
+        Weight::copy(weights.iter_mut().collect(), total);
+        let shards: Vec<*const Shard> = weights.iter().map(|of| Arc::as_ptr(&of.file)).collect();
+        assert!(shards.iter().all(|of| *of == shards[0]), "one copy of all");
+        for (copy, of) in weights.iter().zip(&before) {
+            assert!(!Arc::ptr_eq(&copy.file, &of.file));
+            assert_eq!(copy.all_bytes().as_ptr() as usize % LINE, 0);
+            for row in 0..of.rows() {
+                assert_eq!(copy.row_bytes(row), of.row_bytes(row));
+            }
+        }
+    }
 }

@@ -302,7 +302,8 @@ fn shards_take_what_arithmetic_by_hand_says() {
         let block_memory = attends + 16_384 * 128 * 8 + 2 * 1_048_576;
         // Two sums of every layer meanwhile; when these are written, seven.
         let sums = (2 * layers * 1_048_576 + block_memory).max(7 * layers * 1_048_576);
-        let program = (2 << 20) + (2 << 20);
+        // The program, two threads, and freed memory between allocations.
+        let program = (2 << 20) + (2 << 20) + (8 << 20);
         // The widest inputs of a projection, for 2,048 rows, as the matrix product packs and keeps them.
         let kept = 2048 * hidden.max(q).max(inner) * 4;
         check(

@@ -11,6 +11,7 @@ const FLOORS: [&[&str]; 13] = [
     &[
         "error",
         "heap",
+        "large",
         "env",
         "mapped",
         "prefetch",

@@ -3,6 +3,7 @@
 use crate::artifact::{Fit, FitText, Section};
 use crate::compute::device::Device;
 use crate::corpus::Corpus;
+use crate::heap::GAP_BYTES;
 use crate::model::ModelConfig;
 use crate::model::layer::{block_bytes, kept_bytes};
 use crate::runner::eval::FEWEST;
@@ -27,7 +28,7 @@ pub fn query_rows(fits: &[Box<dyn Fit>]) -> Vec<usize> {
 /// `/proc/PID/status`). The mapped pages of one layer's weights come on top; the system can take these back.
 #[derive(Debug, PartialEq, Eq)]
 pub struct MemoryPlan {
-    /// The program and the buffers of its threads.
+    /// The program, the buffers of its threads, and freed memory between allocations.
     pub program: usize,
     /// What is kept once the model has run.
     pub kept: usize,
@@ -123,8 +124,9 @@ impl MemoryPlan {
             rows * c.hidden_size * float + texts.iter().map(text).max().unwrap_or(0)
         };
         let verdict = judged.passes.iter().map(pass).max().unwrap_or(0);
+        let gaps = GAP_BYTES.min(block_bytes(c, text.longest_block, true));
         Self {
-            program: PROGRAM_BYTES + text.threads * THREAD_BYTES,
+            program: PROGRAM_BYTES + text.threads * THREAD_BYTES + gaps,
             kept: kept_bytes(c, text.longest_block, c.n_layers() > 1 || judged.variants > 0),
             hidden: text.n * c.hidden_size * float,
             states: states(text.n),

@@ -246,7 +246,7 @@ impl<'a> Calibration<'a> {
 impl Calibration<'_> {
     /// Fits every section, measures the verdict, and writes the artifact.
     ///
-    /// The memory that is told holds if [`crate::heap::return_large_allocations`] was called before.
+    /// The memory that is told holds if [`crate::heap::keep_freed`] was called before.
     ///
     /// # Errors
     /// The model or the device fails, the disk is full, cancelled work: with a work folder, all finished layers are in it.

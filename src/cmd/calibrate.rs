@@ -18,7 +18,6 @@ use crate::cmd::terminal::{Log, columns};
 use crate::compute::Workload;
 use crate::compute::device::Device;
 use crate::error::{Error, ErrorKind, Result};
-use crate::heap;
 use crate::method::a2ats;
 use crate::model::ModelConfig;
 use crate::wording::{grouped, wrapped};
@@ -142,7 +141,6 @@ struct Reported {
 }
 
 fn calibrate(args: &Args, global: &Global) -> Result<Reported> {
-    heap::return_large_allocations();
     let (log, flags) = (global.log(), &args.settings);
     let settings = flags.plain(global);
     let device = global.open_device(Workload::Model)?;

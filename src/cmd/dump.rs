@@ -16,7 +16,6 @@ use crate::corpus::{Corpus, Origin};
 use crate::dump::{self, DumpJob, DumpOptions, NewDump, Shard};
 use crate::error::Result;
 use crate::float::Float;
-use crate::heap;
 use crate::wording::counted;
 
 /// Arguments of `dump`.
@@ -65,7 +64,6 @@ pub fn run(args: &Args, global: &Global) -> Result<()> {
 
 /// Dumps the whole text, or shard `index` of `count`.
 fn dump(args: &Args, global: &Global, shard: Option<(usize, usize, &mut Task)>) -> Result<()> {
-    heap::return_large_allocations();
     let log = global.log();
     let device = global.open_model_device("dump")?;
     let start = Instant::now();

@@ -21,7 +21,6 @@ use crate::compute::cpu::Cpu;
 use crate::compute::device::Device;
 use crate::dump::Dump;
 use crate::error::Result;
-use crate::heap;
 use crate::method::sections::SECTIONS;
 
 /// Name of the flag for the position of the moments.
@@ -192,7 +191,6 @@ impl FromArgMatches for SectionCommand {
 impl SectionCommand {
     /// Runs the command.
     pub fn run(&self, global: &Global) -> Result<()> {
-        heap::return_large_allocations();
         let Some(layers) = &self.layers else {
             return self.fit(global, None);
         };

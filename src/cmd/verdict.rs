@@ -14,7 +14,6 @@ use crate::cmd::flags::{not_negative, parse_positive_count, parse_share};
 use crate::corpus::{CorpusManifest, Reserve};
 use crate::dump::Dump;
 use crate::error::{Error, Result};
-use crate::heap;
 use crate::method::sections::SECTIONS;
 use crate::runner::eval::FEWEST;
 use crate::runner::verdict::BLOCK;
@@ -90,7 +89,6 @@ pub struct Args {
 
 /// Runs `verdict`.
 pub fn run(args: &Args, global: &Global) -> Result<()> {
-    heap::return_large_allocations();
     let log = global.log();
     let device = global.open_model_device("verdict")?;
     let inputs: Vec<&Path> = args

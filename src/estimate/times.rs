@@ -22,7 +22,6 @@ use crate::compute::cpu::Cpu;
 use crate::corpus::{Corpus, CorpusOptions, CorpusSource};
 use crate::disk::Output;
 use crate::error::{Error, Result};
-use crate::heap;
 use crate::machine::Machine;
 use crate::model::config::Block;
 use crate::model::layer::Layer;
@@ -292,8 +291,6 @@ impl Small {
         let model = folder.path().join("model");
         std::fs::create_dir(&model).map_err(failed)?;
         write_model(&model, config, heads, 2 * rows)?;
-        // As in a calibration, whose time depends on it.
-        heap::return_large_allocations();
         let model = Model::open(&model)?;
         let mut variants = 0;
         let mut time = |rows: usize| {

@@ -7,10 +7,10 @@ use std::ops::{Deref, DerefMut};
 
 use aligned_vec::{AVec, ConstAlign};
 
+use crate::large::{self, PAGE};
+
 /// Bytes of a cache line.
 const LINE: usize = 64;
-/// Bytes of a large page.
-const PAGE: usize = 2 << 20;
 /// Allocations of at least this size use large pages; the unused part of the last page is negligible by
 /// comparison.
 const LARGE: usize = 4 * PAGE;
@@ -82,14 +82,8 @@ impl<T: Copy + Default> AlignedVec<T> {
         if bytes < LARGE {
             return;
         }
-        #[cfg(target_os = "linux")]
-        {
-            let start = self.0.as_mut_ptr().cast::<u8>();
-            let first = start.align_offset(PAGE);
-            let len = (bytes - first) / PAGE * PAGE;
-            // SAFETY: the pages lie within the vector's space, and the advice does not change their contents.
-            unsafe { libc::madvise(start.wrapping_add(first).cast(), len, libc::MADV_HUGEPAGE) };
-        }
+        // SAFETY: the addresses are those of the vector's space.
+        unsafe { large::ask(self.0.as_mut_ptr().cast(), bytes) };
     }
 }
 

@@ -178,21 +178,21 @@ impl Decoder {
 
     /// Computes the next token's logits from the hidden state of one position: `[vocab]`.
     pub fn logits(&self, hidden: ArrayView1<f32>) -> Result<Array1<f32>> {
-        let logits = self.logits_of(hidden.insert_axis(Axis(0)))?;
+        let logits = self.logits_by(&self.head, hidden.insert_axis(Axis(0)))?;
         Ok(logits.remove_axis(Axis(0)))
     }
 
-    /// Computes the next tokens' logits from the hidden states of several positions, reading the weights once:
-    /// `[m,vocab]` from `[m,hidden]`.
-    pub fn logits_of(&self, hidden: ArrayView2<f32>) -> Result<Array2<f32>> {
+    /// Computes the next tokens' logits from the hidden states of several positions, reading the weights of the output
+    /// projection, or of its copy, once: `[m,vocab]` from `[m,hidden]`.
+    pub fn logits_by(&self, head: &Linear, hidden: ArrayView2<f32>) -> Result<Array2<f32>> {
         let mut normed = Array2::zeros(hidden.dim());
         rms_rows(hidden, &self.norm, self.config.rms_norm_eps, normed.view_mut());
         let mut out = Array2::zeros((hidden.nrows(), self.config.vocab_size));
-        self.head.forward(normed.view(), out.view_mut());
+        head.forward(normed.view(), out.view_mut());
         scale(elements_mut(&mut out), self.config.multipliers.logits);
         match simd::all_finite(elements(&out)) {
             true => Ok(out),
-            false => Err(self.diagnose(&[&self.head.weight], "the output logits")),
+            false => Err(self.diagnose(&[&head.weight], "the output logits")),
         }
     }
 

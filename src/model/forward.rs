@@ -13,10 +13,11 @@ use super::decoder::Decoder;
 use super::layer::{Layer, States, rotate, rotated, rotated_rows};
 use crate::compute::Precision;
 use crate::compute::attention;
-use crate::compute::linear::FEW;
+use crate::compute::linear::{FEW, Linear};
 use crate::env;
 use crate::error::{Error, Result};
 use crate::kv::KvHead;
+use crate::weight::Weight;
 
 /// Queries, keys and values of m rows of one layer, before and after rotation.
 pub struct Rows {
@@ -137,6 +138,8 @@ pub trait BlockLayer {
 pub struct CpuForward<'a> {
     decoder: &'a Decoder,
     layers: Vec<Layer>,
+    /// The output projection.
+    head: Linear,
 }
 
 impl<'a> CpuForward<'a> {
@@ -149,23 +152,25 @@ impl<'a> CpuForward<'a> {
     pub fn with_precision(decoder: &'a Decoder, precision: Precision) -> Result<Self> {
         let layer = |i| Ok(decoder.layer(i)?.with_precision(precision));
         let layers = (0..decoder.config.n_layers()).map(layer);
-        Ok(Self {
-            decoder,
-            layers: layers.collect::<Result<_>>()?,
-        })
+        Ok(Self::of(decoder, layers.collect::<Result<_>>()?))
     }
-}
 
-impl<'a> CpuForward<'a> {
-    /// Joins a model with layers that are not those of its checkpoint.
-    pub fn of(decoder: &'a Decoder, layers: Vec<Layer>) -> Self {
-        Self { decoder, layers }
+    /// Joins a model with layers, which need not be those of its checkpoint.
+    pub fn of(decoder: &'a Decoder, mut layers: Vec<Layer>) -> Self {
+        let mut head = Linear::new(decoder.head.weight.clone(), None);
+        let weights = layers.iter_mut().flat_map(Layer::weights_mut);
+        Weight::hold(weights.chain([&mut head.weight]).collect());
+        Self {
+            decoder,
+            layers,
+            head,
+        }
     }
 
     /// Returns the bytes of the weights that a decode step reads.
     pub fn bytes(&self) -> usize {
         let layers = self.layers.iter().map(Layer::read_bytes);
-        layers.sum::<usize>() + self.decoder.head.weight.bytes()
+        layers.sum::<usize>() + self.head.weight.bytes()
     }
 }
 
@@ -233,7 +238,8 @@ impl Forward for CpuForward<'_> {
                 done(part.len());
             }
         }
-        self.decoder.logits(hidden.row(m - 1))
+        let last = hidden.slice(s![m - 1.., ..]);
+        Ok(self.decoder.logits_by(&self.head, last)?.remove_axis(Axis(0)))
     }
 
     fn step(&self, ids: &[u32], positions: &[usize], attend: &mut Attend) -> Result<Vec<Array1<f32>>> {
@@ -256,7 +262,7 @@ impl Forward for CpuForward<'_> {
             layer.finish(hidden.view_mut(), attended.view());
             self.decoder.check_finite(layer, hidden.view())?;
         }
-        let logits = self.decoder.logits_of(hidden.view())?;
+        let logits = self.decoder.logits_by(&self.head, hidden.view())?;
         Ok(logits.outer_iter().map(|row| row.to_owned()).collect())
     }
 

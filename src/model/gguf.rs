@@ -20,7 +20,7 @@ use crate::error::{Error, Result};
 use crate::float::Float;
 use crate::mapped::Mapped;
 use crate::quant::Quant;
-use crate::weight::{Shard, Stored};
+use crate::weight::{Bytes, Shard, Stored};
 
 /// The first bytes of a file.
 const MAGIC: &[u8; 4] = b"GGUF";
@@ -78,7 +78,7 @@ impl Gguf {
             file: Arc::new(Shard {
                 path: path.to_path_buf(),
                 file: Some(file),
-                map,
+                bytes: Bytes::Mapped(map),
             }),
         })
     }

@@ -203,6 +203,13 @@ impl Layer {
         linears.map(|linear| &linear.weight).collect()
     }
 
+    /// Lists the weights of the layer's projections, without a router's.
+    pub fn weights_mut(&mut self) -> Vec<&mut Weight> {
+        let attention = [&mut self.q, &mut self.k, &mut self.v, &mut self.o];
+        let linears = attention.into_iter().chain(self.mlp.rounded_mut());
+        linears.map(|linear| &mut linear.weight).collect()
+    }
+
     /// Returns the bytes of the projections' weights in the checkpoint.
     pub fn bytes(&self) -> usize {
         self.weights().into_iter().map(Weight::bytes).sum()

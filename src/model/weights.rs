@@ -21,7 +21,7 @@ use crate::error::{Error, Result};
 use crate::float::Float;
 use crate::mapped::Mapped;
 use crate::store::hex;
-use crate::weight::{Shard, Stored, Weight, stored_row};
+use crate::weight::{Bytes, Shard, Stored, Weight, stored_row};
 
 struct Entry {
     shard: usize,
@@ -165,7 +165,7 @@ impl Checkpoint {
         self.shards.push(Arc::new(Shard {
             path: path.to_path_buf(),
             file: Some(file),
-            map,
+            bytes: Bytes::Mapped(map),
         }));
         Ok(())
     }

@@ -70,7 +70,11 @@ pub fn exact_logits(
     }
     // Rows that are few would be rounded for quantised weights.
     let last = hidden.slice(s![-(FEW as isize + 1).., ..]);
-    decoder.logits_of(last).unwrap().row(FEW).to_owned()
+    decoder
+        .logits_by(&decoder.head, last)
+        .unwrap()
+        .row(FEW)
+        .to_owned()
 }
 
 /// Fails unless a prompt's states and logits are those of transformers.

@@ -242,7 +242,8 @@ impl Layerwise<'_> {
         let own = own.slice(s![step..;run.passage.steps, ..]);
         let full = run.full.slice(s![run.passage.first() + step.., ..]);
         let rows = concatenate(Axis(0), &[full.slice(s![..1, ..]), own])?;
-        self.decoder().logits_of(rows.view())
+        let decoder = self.decoder();
+        decoder.logits_by(&decoder.head, rows.view())
     }
 
     /// Compares the predictions of some steps with the passage's next tokens.
