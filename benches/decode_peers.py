@@ -41,6 +41,8 @@ SHAPES = {
     "4b": ("qwen3-4b", ("q8", "q4"), ("8K", "32K")),
 }
 SHAPE_METHODS, SHAPE_BUDGET = ("full", "wpq", "selfindex", "streaming"), 0.06
+# The models that llama.cpp runs too: the name of the file, and the shape if the weights are random.
+PEERS = {"smollm2": ("smollm2",), "1b": ("llama-3.2-1b", "llama-3.2-1b")}
 # Types of llama.cpp's weights and cache.
 LLAMA = (("bf16", "f16"), ("q8", "f16"), ("q8", "q8"))
 
@@ -72,22 +74,28 @@ def settings():
 
 
 def in_turns(contenders, rounds):
-    """Time (row, function) pairs in turns; return each row with the median of its rates, and all of them."""
-    found = [[] for _ in contenders]
+    """Time (rows, function) pairs in turns; return each row with the median of its rates, and all of them.
+
+    A function times a list of rows.
+    """
+    found = [[] for rows, _ in contenders for _ in rows]
     for number in range(rounds):
-        for (row, run), timed in zip(contenders, found):
-            timed.append(run())
-            print(f"round {number + 1}: {json.dumps(row)}: {timed[-1]['tokens_per_s']:.1f} tokens/s", file=sys.stderr, flush=True)
+        places = iter(found)
+        for rows, run in contenders:
+            for row, timed in zip(rows, run(), strict=True):
+                next(places).append(timed)
+                print(f"round {number + 1}: {json.dumps(row)}: {timed['tokens_per_s']:.1f} tokens/s", file=sys.stderr, flush=True)
+    all_rows = (row for rows, _ in contenders for row in rows)
     return [row | each[-1] | {"tokens_per_s": statistics.median(one["tokens_per_s"] for one in each), "rounds": [one["tokens_per_s"] for one in each]}
-            for (row, _), each in zip(contenders, found)]
+            for row, each in zip(all_rows, found)]
 
 
-def kvsmith(program, model, weights, context, method, budget, options=(), runs=6):
-    """Return a function that times one setting of kvsmith."""
+def kvsmith(program, model, weights, contexts, methods, budget, options=(), runs=6):
+    """Return a function that times kvsmith at several contexts, and there with several methods."""
     def run():
-        [row] = bench(program, *model, *(("--weights", weights) if weights != "bf16" else ()), "--context", context, "--methods", method,
-                      "--budget", budget, "--runs", runs, *options)
-        return {key: row[key] for key in ("tokens_per_s", "bytes_read_fraction", "bytes_moved_fraction", "bytes", "weight_bytes", "kv_bytes")}
+        rows = bench(program, *model, *(("--weights", weights) if weights != "bf16" else ()), "--context", ",".join(map(str, contexts)),
+                     "--methods", ",".join(methods), "--budget", budget, "--runs", runs, *options)
+        return [{key: row[key] for key in ("tokens_per_s", "bytes_read_fraction", "bytes_moved_fraction", "bytes", "weight_bytes", "kv_bytes")} for row in rows]
     return run
 
 
@@ -100,7 +108,7 @@ def llama(python, gguf, context, cache):
             done = subprocess.run(list(map(str, command)), check=True, stdout=subprocess.PIPE, text=True)
             rates[flash] = json.loads(done.stdout.splitlines()[-1])["tokens_per_s"]
         best = max(rates, key=rates.get)
-        return {"tokens_per_s": rates[best], "flash_attention": bool(best)}
+        return [{"tokens_per_s": rates[best], "flash_attention": bool(best)}]
     return run
 
 
@@ -115,26 +123,28 @@ def smollm2(arguments, ggufs):
     for context in sorted({setting["context"] for setting in chosen}):
         for weights in ("bf16", "q8"):
             common = {"program": "kvsmith", "model": "smollm2-135m", "weights": weights, "cache": "bf16", "context": context}
-            contenders.append((common | {"method": "full"}, kvsmith(arguments.kvsmith, model, weights, context, "full", 1.0)))
+            contenders.append(([common | {"method": "full"}], kvsmith(arguments.kvsmith, model, weights, [context], ["full"], 1.0)))
             for of in chosen:
                 if of["context"] == context:
-                    contenders.append((common | of, kvsmith(arguments.kvsmith, model, weights, context, of["method"], of["budget"], LOSSES[of["method"]])))
+                    contenders.append(([common | of], kvsmith(arguments.kvsmith, model, weights, [context], [of["method"]], of["budget"], LOSSES[of["method"]])))
         for weights, cache in LLAMA if arguments.llama else ():
             row = {"program": "llama.cpp", "model": "smollm2-135m", "weights": weights, "cache": cache, "context": context, "method": "full"}
-            contenders.append((row, llama(arguments.llama, ggufs[weights], context, cache)))
+            contenders.append(([row], llama(arguments.llama, ggufs[weights], context, cache)))
     return in_turns(contenders, arguments.rounds)
 
 
-def shape(arguments, name):
-    """Time a shape with random weights."""
+def shape(arguments, name, ggufs):
+    """Time a shape with random weights, which each run draws once."""
     of, all_weights, contexts = SHAPES[name]
     contenders = []
     for weights in all_weights:
-        for context in contexts:
-            for method in SHAPE_METHODS:
-                row = {"program": "kvsmith", "model": of, "weights": weights, "cache": "bf16", "context": positions(context), "method": method}
-                contenders.append((row | ({"budget": SHAPE_BUDGET} if method != "full" else {}),
-                                   kvsmith(arguments.kvsmith, ("--shapes", of), weights, context, method, SHAPE_BUDGET, runs=3)))
+        rows = [{"program": "kvsmith", "model": of, "weights": weights, "cache": "bf16", "context": positions(context), "method": method}
+                | ({"budget": SHAPE_BUDGET} if method != "full" else {}) for context in contexts for method in SHAPE_METHODS]
+        contenders.append((rows, kvsmith(arguments.kvsmith, ("--shapes", of), weights, contexts, SHAPE_METHODS, SHAPE_BUDGET, runs=3)))
+    for weights, cache in LLAMA if ggufs else ():
+        for context in map(positions, contexts):
+            row = {"program": "llama.cpp", "model": of, "weights": weights, "cache": cache, "context": context, "method": "full"}
+            contenders.append(([row], llama(arguments.llama, ggufs[weights], context, cache)))
     return in_turns(contenders, arguments.rounds)
 
 
@@ -147,21 +157,17 @@ def main():
     parser.add_argument("--rounds", type=int, default=3, help="turns of each contender")
     arguments = parser.parse_args()
     version = subprocess.run([arguments.kvsmith, "--version"], check=True, capture_output=True, text=True).stdout.splitlines()
-    ggufs, peer = {}, {}
+    peer = {}
     if arguments.llama:
         printed = subprocess.run([arguments.llama, "-c", "import llama_cpp; print(llama_cpp.__version__)"], check=True, capture_output=True, text=True).stdout
         peer = {"peer": f"llama-cpp-python {printed.strip()}"}
         (arguments.real / "lab").mkdir(exist_ok=True)
-        for weights in ("bf16", "q8"):
-            path = arguments.real / "lab" / f"smollm2-{weights}.gguf"
-            if not path.exists():
-                subprocess.run([sys.executable, str(HERE / "llama_gguf.py"), str(arguments.real), weights, str(path)], check=True)
-            ggufs[weights] = path
     document = documents.load("decode") or {"table": "decode", "runs": [], "rows": []}
     for name in arguments.only.split(","):
-        rows = smollm2(arguments, ggufs) if name == "smollm2" else shape(arguments, name)
+        ggufs = files(arguments.real, PEERS[name]) if arguments.llama and name in PEERS else {}
+        rows = smollm2(arguments, ggufs) if name == "smollm2" else shape(arguments, name, ggufs)
         mine = {row["model"] for row in rows}
-        run = {"models": sorted(mine), "program": known_commit(", ".join(version[:2])), "machine": machine(version), "rounds": arguments.rounds} | (peer if name == "smollm2" else {})
+        run = {"models": sorted(mine), "program": known_commit(", ".join(version[:2])), "machine": machine(version), "rounds": arguments.rounds} | (peer if ggufs else {})
         document["runs"] = [of for of in document["runs"] if not mine & set(of["models"])] + [run]
         document["rows"] = [row for row in document["rows"] if row["model"] not in mine] + rows
         order = ["smollm2-135m", *(model for model, _, _ in SHAPES.values())]
@@ -169,6 +175,17 @@ def main():
         document["runs"].sort(key=lambda of: place.get(of["models"][0], len(order)))
         document["rows"].sort(key=lambda row: place.get(row["model"], len(order)))
         documents.save("decode", document)
+
+
+def files(real, words):
+    """Return the model's GGUF files by type of weights; makes those that are missing."""
+    found = {}
+    for weights in ("bf16", "q8"):
+        path = real / "lab" / f"{words[0]}-{weights}.gguf"
+        if not path.exists():
+            subprocess.run([sys.executable, str(HERE / "llama_gguf.py"), str(real), weights, str(path), *words[1:]], check=True)
+        found[weights] = path
+    return found
 
 
 def machine(version):
