@@ -4,7 +4,7 @@
 /// processor by itself does not ask for the next page.
 const AHEAD: usize = 6144;
 
-/// Prefetches the cache lines that hold `values`, which are needed soon.
+/// Prefetches the cache lines that hold `values`, which are needed soon, into the first cache.
 #[inline(always)]
 pub fn prefetch<T>(values: &[T]) {
     #[cfg(target_arch = "x86_64")]
@@ -13,6 +13,22 @@ pub fn prefetch<T>(values: &[T]) {
         each_line(values, |line| {
             // SAFETY: a prefetch accesses nothing, whatever the address.
             unsafe { _mm_prefetch::<_MM_HINT_T0>(line) }
+        });
+    }
+    #[cfg(not(target_arch = "x86_64"))]
+    let _ = values;
+}
+
+/// Prefetches the cache lines that hold `values`, which are needed a little later, into the second cache, as
+/// [`prefetch_ahead`] does.
+#[inline(always)]
+pub fn prefetch_later<T>(values: &[T]) {
+    #[cfg(target_arch = "x86_64")]
+    {
+        use std::arch::x86_64::{_MM_HINT_T1, _mm_prefetch};
+        each_line(values, |line| {
+            // SAFETY: a prefetch accesses nothing, whatever the address.
+            unsafe { _mm_prefetch::<_MM_HINT_T1>(line) }
         });
     }
     #[cfg(not(target_arch = "x86_64"))]

@@ -14,7 +14,7 @@ use std::ops::Range;
 
 pub use causal::causal;
 pub use decode::{decode, decode_with_weights};
-pub(crate) use kernels::{ChunkedRows, StoredRows, add, scores};
+pub(crate) use kernels::{ChunkedRows, StoredRows, add, prefetch_first, scores};
 pub use lanes::LANES;
 pub(crate) use lanes::widen_f16;
 pub(crate) use rows::{AHEAD, widened_add, widened_scores};

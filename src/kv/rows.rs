@@ -146,6 +146,17 @@ impl CachedRows for RowStore {
         }
     }
 
+    fn prefetch(&self, positions: &[u32]) {
+        if self.shared.is_some() || !self.d.is_multiple_of(LANES) {
+            return;
+        }
+        match &self.data {
+            Data::F32(v) => attention::prefetch_first(self.stored(v), positions),
+            Data::F16(v) => attention::prefetch_first(self.stored(v), positions),
+            Data::Bf16(v) => attention::prefetch_first(self.stored(v), positions),
+        }
+    }
+
     fn scores(&self, queries: &GroupQueries, run: &Run, out: &mut [f32], stride: usize) {
         if !self.d.is_multiple_of(LANES) {
             return attention::widened_scores(self, queries, run, out, stride);

@@ -15,7 +15,7 @@ use crate::error::Result;
 use crate::kv::lines::AlignedVec;
 use crate::method::bench::TimedLayer;
 use crate::method::{CPU_GRANULE, Choice, Reads};
-use crate::prefetch::prefetch;
+use crate::prefetch::prefetch_later;
 use crate::runner::{Counts, add_rows, attend};
 
 /// A scattered read takes one in this many rows.
@@ -55,7 +55,7 @@ pub fn scattered(bytes: usize, runs: usize) -> f64 {
         let coming = part.iter().skip(AHEAD).map(Some).chain(std::iter::repeat(None));
         part.iter().zip(coming).fold(0, |sum, (i, coming)| {
             if let Some(i) = coming {
-                prefetch(row(*i));
+                prefetch_later(row(*i));
             }
             row(*i).iter().fold(sum, |a, b| a ^ b)
         })

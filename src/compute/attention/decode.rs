@@ -112,6 +112,8 @@ impl PieceAttention {
     ) -> Self {
         let n = positions.len().min(PIECE);
         let run = |at: usize| Run::new(&positions[at..], TILE.min(n - at));
+        keys.prefetch(&positions[..n]);
+        values.prefetch(&positions[..n]);
         let mut weights = vec![0.0; r * n];
         for at in (0..n).step_by(TILE) {
             keys.scores(queries, &run(at), &mut weights[at..], n);

@@ -11,8 +11,8 @@ use multiversion::target::match_target;
 #[cfg(target_arch = "x86_64")]
 use super::lanes::{Avx2, Avx512};
 use super::lanes::{LANES, Plain, Simd};
-use super::rows::{Coming, GroupQueries, OutputSums, Run};
-use crate::prefetch::prefetch;
+use super::rows::{AHEAD, Coming, GroupQueries, OutputSums, Run};
+use crate::prefetch::prefetch_later;
 
 /// Query heads that are processed together in one tile.
 pub const GROUP: usize = 4;
@@ -94,7 +94,7 @@ impl<'a, E: Widen> ChunkedRows for StoredRows<'a, E> {
 
     #[inline(always)]
     fn prefetch(self, position: u32) {
-        prefetch(self.row(position));
+        prefetch_later(self.row(position));
     }
 
     #[inline(always)]
@@ -107,6 +107,11 @@ impl<'a, E: Widen> ChunkedRows for StoredRows<'a, E> {
         }
         wide
     }
+}
+
+/// Prefetches the first rows of some positions.
+pub fn prefetch_first(rows: impl ChunkedRows, positions: &[u32]) {
+    positions.iter().take(AHEAD).for_each(|p| rows.prefetch(*p));
 }
 
 /// Prefetches the next row of `coming`, if there is one.

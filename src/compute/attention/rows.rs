@@ -11,8 +11,8 @@ use super::lanes::LANES;
 /// Rows that are widened together if the kernels cannot read the rows as they are stored.
 const BLOCK: usize = 32;
 
-/// How many rows ahead of the current row to prefetch.
-pub const AHEAD: usize = 8;
+/// How many rows ahead of the current row to prefetch: memory sends many lines at a time, if it is asked for as many.
+pub const AHEAD: usize = 64;
 
 /// The queries of one query group, in the order in which the kernels read them.
 pub struct GroupQueries {
@@ -96,6 +96,9 @@ pub trait CachedRows: Sync {
 
     /// Returns the row of `position` as f32; `scratch` (d values) may hold a converted copy.
     fn row<'a>(&'a self, position: usize, scratch: &'a mut [f32]) -> &'a [f32];
+
+    /// Prefetches the first rows of some positions, which nothing that is read before them prefetches.
+    fn prefetch(&self, _: &[u32]) {}
 
     /// Writes the dot products of the run's rows with the queries to `out`, `[r, stride]`, one column per position.
     ///

@@ -7,9 +7,11 @@ use super::entries::Touched;
 use super::params::LfpsParams;
 use super::priors::HeadPrior;
 use super::table::Table;
-use crate::compute::attention::AHEAD;
 use crate::kv::static_set::SINKS;
 use crate::method::Place;
+
+/// How many weights ahead of the current one to prefetch the entries of.
+const AHEAD: usize = 8;
 
 /// The constants of a query head.
 #[derive(Clone, Copy, Debug, PartialEq)]
