@@ -172,7 +172,7 @@ mod x86 {
                 let room = &mut out[len..len + BLOCK];
                 // SAFETY: 16 values have 64 bytes, in both places; a prefetch accesses nothing.
                 unsafe {
-                    _mm_prefetch::<_MM_HINT_T0>(values.as_ptr().cast::<i8>().wrapping_add(BYTES_AHEAD));
+                    _mm_prefetch::<_MM_HINT_T1>(values.as_ptr().cast::<i8>().wrapping_add(BYTES_AHEAD));
                     let values = _mm512_loadu_si512(values.as_ptr().cast());
                     let kept = _mm512_maskz_compress_epi32(block, values);
                     _mm512_storeu_si512(room.as_mut_ptr().cast(), kept);
@@ -228,7 +228,7 @@ mod x86 {
                 let room = &mut out[len..len + 8];
                 // SAFETY: eight values have 32 bytes, in both places; a prefetch accesses nothing.
                 unsafe {
-                    _mm_prefetch::<_MM_HINT_T0>(values.as_ptr().cast::<i8>().wrapping_add(BYTES_AHEAD));
+                    _mm_prefetch::<_MM_HINT_T1>(values.as_ptr().cast::<i8>().wrapping_add(BYTES_AHEAD));
                     let values = _mm256_loadu_si256(values.as_ptr().cast());
                     let kept = _mm256_permutevar8x32_epi32(values, set_bits_of(byte));
                     _mm256_storeu_si256(room.as_mut_ptr().cast(), kept);

@@ -35,7 +35,7 @@ pub fn with_avx512<const W: usize>(pairs: &[Pair; W], rows: &[[u8; W]], out: &mu
             let register = block.as_flattened().as_ptr().wrapping_add(64 * i);
             // SAFETY: W loads of 64 bytes each out of 64 W; a prefetch accesses nothing.
             *r = unsafe {
-                _mm_prefetch::<_MM_HINT_T0>(register.wrapping_add(AHEAD).cast());
+                _mm_prefetch::<_MM_HINT_T1>(register.wrapping_add(AHEAD).cast());
                 _mm512_loadu_si512(register.cast())
             };
         }
@@ -86,7 +86,7 @@ pub fn with_avx2<const W: usize>(pairs: &[Pair; W], rows: &[[u8; W]], out: &mut 
             // SAFETY: W loads of 32 bytes each out of 32 W; a prefetch accesses nothing.
             *r = unsafe {
                 if i % 2 == 0 {
-                    _mm_prefetch::<_MM_HINT_T0>(register.wrapping_add(AHEAD).cast());
+                    _mm_prefetch::<_MM_HINT_T1>(register.wrapping_add(AHEAD).cast());
                 }
                 _mm256_loadu_si256(register.cast())
             };
