@@ -298,7 +298,7 @@ def methods(args, cores):
     context = "8K" if args.quick else "128K"
     text = "`time / time of its bytes` divides the time by the time that reading the method's bytes would take at the bandwidth of\n"
     text += "`full`. The last two columns give the bandwidth that a method reaches, as a share of that of a plain read loop and of a\n"
-    text += "loop over scattered rows. That loop reads a random one in 16 keys and prefetches each key 8 keys ahead.\n\n"
+    text += "loop over scattered rows. That loop reads a random one in 16 keys and prefetches each key 64 keys ahead.\n\n"
     for kv, timed in [("f32", names), ("bf16", names), ("2bit", "a2ats,selfindex,topk")]:
         found = kvsmith(
             args, "attend", "--device", "cpu", "--threads", 1, "--context", context, "--methods", f"full,{timed}",

@@ -62,7 +62,7 @@ def described(shape, reader):
     types = reader.fields["tokenizer.ggml.token_type"].contents()
     more = vocabulary - len(tokens)
     return {
-        "llama.block_count": layers, "llama.embedding_length": hidden, "llama.feed_forward_length": mlp, "llama.attention.head_count": heads,
+        "general.name": sys.argv[4], "llama.block_count": layers, "llama.embedding_length": hidden, "llama.feed_forward_length": mlp, "llama.attention.head_count": heads,
         "llama.attention.head_count_kv": kv_heads, "llama.rope.dimension_count": channels, "llama.vocab_size": vocabulary,
         "llama.context_length": CONTEXT, "tokenizer.ggml.tokens": tokens + [f"<unused {i}>" for i in range(more)],
         "tokenizer.ggml.token_type": types + [5] * more,

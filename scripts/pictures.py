@@ -20,6 +20,10 @@ THEMES = {
 # What the picture of losses shows: method, form, and its name.
 LOSSES = (("topk", "", "exact top-k (oracle)"), ("wpq", "", "wpq"), ("pqcache", "", "pqcache"), ("a2ats", "buckets", "a2ats, buckets"), ("doublesparsity", "", "doublesparsity"),
           ("lfps", "", "lfps"), ("selfindex", "", "selfindex"), ("quest", "", "quest"), ("snapkv", "", "snapkv"), ("streaming", "", "streaming"))
+# The model whose losses are known.
+REAL = "smollm2-135m"
+# Models with random weights that docs/performance.md shows.
+DRAWN = ("llama-3.2-1b", "qwen3-4b")
 # What the picture of speeds shows, at this share of the bytes or nearest to it.
 SPEEDS = (("full", "full attention"), ("wpq", "wpq"), ("selfindex", "selfindex"), ("streaming", "streaming"))
 SHARE = 0.1
@@ -110,19 +114,26 @@ def losses(document, theme):
 
 def at_equal_bytes(document):
     """Return the rows of the real model in bf16: those of full attention, and those at a share of the bytes whose losses are known."""
-    rows = [row for row in document["rows"] if (row["model"], row["weights"], row["program"]) == ("smollm2-135m", "bf16", "kvsmith")]
+    rows = [row for row in document["rows"] if (row["model"], row["weights"], row["program"]) == (REAL, "bf16", "kvsmith")]
     return [row for row in rows if row["method"] == "full" or row["share"] == SHARE]
 
 
 def usual(row):
-    """Tell whether docs/performance.md shows a row of decode.json: it is in the picture, or of the largest cache of a drawn model."""
-    if row["program"] != "kvsmith":
-        return (row["weights"], row["cache"]) == ("bf16", "f16")
-    if row["method"] not in dict(SPEEDS):
+    """Tell whether docs/performance.md shows a row of decode.json: of the real model at a share of the bytes, or of a drawn one with a large cache."""
+    is_ours = row["program"] == "kvsmith"
+    if row["model"] == REAL:
+        if row["context"] < 4096 or row["weights"] != "bf16":
+            return False
+        return row["method"] in dict(SPEEDS) and (row["method"] == "full" or row["share"] == SHARE) if is_ours else row["cache"] == "f16"
+    if row["model"] not in DRAWN or row["context"] < 32768 or row["weights"] != "q8":
         return False
-    if row["model"] == "smollm2-135m":
-        return row["weights"] == "bf16" and (row["method"] == "full" or row["share"] == SHARE)
-    return row["context"] >= 32768
+    return row["method"] in ("full", "wpq", "selfindex") if is_ours else row["cache"] == "f16"
+
+
+def of_peer(document):
+    """Return the rows of llama.cpp with the real model in bf16."""
+    rows = [row for row in document["rows"] if row["program"] != "kvsmith" and row["model"] == REAL]
+    return [row for row in rows if (row["weights"], row["cache"]) == ("bf16", "f16")]
 
 
 def speeds(document, theme):
@@ -130,7 +141,7 @@ def speeds(document, theme):
     rows = at_equal_bytes(document)
     contexts = sorted({row["context"] for row in rows})
     top = 10 * math.ceil(max(row["tokens_per_s"] for row in rows) / 10)
-    machine = next(run["machine"] for run in document["runs"] if "smollm2-135m" in run["models"])
+    machine = next(run["machine"] for run in document["runs"] if REAL in run["models"])
     plot = Plot(theme, "Tokens per second", f"SmolLM2-135M in bf16, one sequence, {100 * SHARE:.0f}% of the bytes of the cache; {machine.split(',')[0]}, {machine.split(',')[1].strip()}",
                 scale(contexts[0], contexts[-1], LEFT + 10, WIDTH - RIGHT - 10), scale(0, top, HEIGHT - BOTTOM, TOP + 16, log=False))
     plot.axes([(context, f"{context:,}") for context in contexts], [(value, str(value)) for value in range(0, top + 1, max(10, top // 50 * 10))],
@@ -141,7 +152,7 @@ def speeds(document, theme):
         if points:
             colour = theme["ours"] if method == "wpq" else theme["exact"] if method == "full" else next(others)
             plot.series(points, name, colour, bold=method == "wpq", dash=' stroke-dasharray="5 4"' if method == "full" else "")
-    points = sorted((row["context"], row["tokens_per_s"]) for row in document["rows"] if row["program"] != "kvsmith" and usual(row))
+    points = sorted((row["context"], row["tokens_per_s"]) for row in of_peer(document))
     if points:
         plot.series(points, "llama.cpp, full attention", next(others), dash=' stroke-dasharray="2 3"')
     return plot.svg()

@@ -247,9 +247,9 @@ def speed_sentence(document, found):
         return f", KL {lost[method]['kl']:.4f}" if lost.get(method) else ""
 
     others = [f"`{method}` {rate[method]:.0f} ({rate[method] / rate['full']:.1f} times{loss(method)})" for method, _ in pictures.SPEEDS if method in rate and method != "full"]
-    machine = next(run["machine"] for run in document["runs"] if "smollm2-135m" in run["models"])
+    machine = next(run["machine"] for run in document["runs"] if pictures.REAL in run["models"])
     where = ", ".join(part.strip() for part in machine.split(",")[:2])
-    peer = next((row["tokens_per_s"] for row in document["rows"] if row["program"] != "kvsmith" and row["context"] == longest and pictures.usual(row)), None)
+    peer = next((row["tokens_per_s"] for row in pictures.of_peer(document) if row["context"] == longest), None)
     beside = f" (llama.cpp {peer:.0f})" if peer else ""
     said = (f"SmolLM2-135M on {where}, {longest:,} positions, tokens per second: full attention {rate['full']:.0f}{beside}; at {100 * pictures.SHARE:.0f}% of the bytes {listed(others)}. "
             "`streaming` keeps fixed positions.")

@@ -289,7 +289,8 @@ def decode_table(document, tables, shown=lambda row: True):
     for run in document["runs"]:
         each.setdefault(f"{run['program']}, {run['machine']}, median of {run['rounds']} rounds", []).extend(run["models"])
     machines = "; ".join(f"{', '.join(models)}: {how}" for how, models in each.items())
-    peers = "".join(f" Beside it {run['peer']}, the better of flash attention on and off." for run in document["runs"] if "peer" in run)
+    found = dict.fromkeys(run["peer"] for run in document["runs"] if "peer" in run)
+    peers = "".join(f" Beside it {peer}, the better of flash attention on and off." for peer in found)
     return f"{machines}.{peers}\n\n" + filled(head, rows)
 
 

@@ -1,4 +1,4 @@
-//! The memory of the process: how much it may still take, and returning freed memory to the system.
+//! The memory of the process: how much it may still take, keeping freed memory, and returning it to the system.
 
 /// Allocations of at least this size get a mapping of their own, which goes back to the system when they are freed. Blocks of
 /// text differ in length, so that the states of one may not fit where those of another were; the gaps stay small.
@@ -7,10 +7,10 @@ const OWN_MAPPING_BYTES: libc::c_int = 16 << 20;
 /// Bytes of freed memory that a program holds on average, after [`keep_freed`].
 pub const GAP_BYTES: usize = OWN_MAPPING_BYTES as usize / 2;
 
-/// Makes the allocator keep freed memory for the next allocation, up to 32 MiB at the end of its space, instead of giving it
-/// back to the system; called at the start of the program.
+/// Makes the allocator keep freed memory for the next allocation, at the end of each thread's space up to 32 MiB, instead of
+/// giving it back to the system; called at the start of the program.
 ///
-/// A new page costs a fault, and writing it twice. With glibc's initial sizes, a calibration spent a seventh of its time on
+/// A new page costs a fault, and is zeroed before it is filled. With glibc's initial sizes, a calibration spent a seventh of its time on
 /// pages of arrays that live as long as one layer of a block. [`trim`] gives back what is between the allocations in use.
 pub fn keep_freed() {
     #[cfg(all(target_os = "linux", target_env = "gnu"))]

@@ -1,7 +1,7 @@
 //! Memory in large pages.
 //!
-//! A processor keeps the places of a few thousand pages. Weights and caches have more pages of 4 KiB than that, so that
-//! reading them waits for lookups of pages too: on two cores of an AMD EPYC in a virtual machine, a loop that only reads
+//! A processor remembers where a few thousand pages are. Weights and caches have more pages of 4 KiB than that, so that
+//! reading them also waits for lookups of pages: on an AMD EPYC in a virtual machine, a loop on one thread that only reads
 //! is a third faster in pages of 2 MiB.
 
 use std::ops::Deref;
@@ -9,10 +9,10 @@ use std::ops::Deref;
 /// Bytes of a large page.
 pub const PAGE: usize = 2 << 20;
 
-/// Asks the system for large pages in the whole pages between two addresses; a refusal costs time, never correctness.
+/// Asks the system for large pages where `bytes` bytes from `start` on fill them; a refusal costs time, never correctness.
 ///
 /// # Safety
-/// The addresses lie within one allocation of the caller.
+/// The bytes lie within one allocation of the caller.
 pub unsafe fn ask(start: *mut u8, bytes: usize) {
     #[cfg(target_os = "linux")]
     {
@@ -32,7 +32,7 @@ pub fn available() -> bool {
     setting.is_ok_and(|text| !text.contains("[never]"))
 }
 
-/// Bytes that were filled once, in large pages.
+/// Bytes that were filled once, in large pages if the system gives them.
 pub struct Filled {
     memory: memmap2::MmapMut,
     first: usize,
@@ -43,7 +43,7 @@ impl Filled {
     /// Reserves `len` bytes, which `fill` then writes.
     ///
     /// # Errors
-    /// The system's, if it has no memory; those of `fill`.
+    /// The system gives no memory.
     pub fn new(len: usize, fill: impl FnOnce(&mut [u8])) -> std::io::Result<Self> {
         let mut memory = memmap2::MmapMut::map_anon(len + PAGE)?;
         let first = memory.as_ptr().align_offset(PAGE);

@@ -13,7 +13,7 @@ use kvsmith::internal::{heap, mapped, unfinished};
 const STACK: usize = 8 << 20;
 
 fn main() -> ExitCode {
-    in_own_environment();
+    without_openblas_threads();
     let thread = std::thread::Builder::new()
         .name("kvsmith".to_owned())
         .stack_size(STACK);
@@ -47,23 +47,13 @@ fn command() -> ExitCode {
     }
 }
 
-/// What must stand in the environment before the program starts.
+/// Restarts the program with OpenBLAS limited to one thread, unless it already is.
 ///
-/// OpenBLAS starts a thread per core when it is loaded, which is before `main`. Nothing uses these threads; under a memory
-/// limit, they never end and keep the program from ending.
-///
-/// glibc takes its memory in large pages only if it was told so at the start. Caches of many heads are read faster then, see
-/// `large`.
-const ENVIRONMENT: [(&str, &str); 2] = [
-    ("OPENBLAS_NUM_THREADS", "1"),
-    ("GLIBC_TUNABLES", "glibc.malloc.hugetlb=1"),
-];
-
-/// Restarts the program in its [`ENVIRONMENT`], unless it is in it. Tunables that the user has set stay.
-fn in_own_environment() {
-    let [(threads, one), (tunables, _)] = ENVIRONMENT;
-    let is_set = std::env::var_os(threads).is_some_and(|value| value == one);
-    if is_set && std::env::var_os(tunables).is_some() {
+/// OpenBLAS starts a thread per core when it is loaded, which is before `main`, so only the environment can prevent it.
+/// Nothing uses these threads; under a memory limit, they never end and keep the program from ending.
+fn without_openblas_threads() {
+    const VARIABLE: &str = "OPENBLAS_NUM_THREADS";
+    if std::env::var_os(VARIABLE).is_some_and(|threads| threads == "1") {
         return;
     }
     let Ok(program) = std::env::current_exe() else {
@@ -74,12 +64,6 @@ fn in_own_environment() {
     if let Some(name) = arguments.next() {
         anew.arg0(name);
     }
-    anew.args(arguments);
-    for (name, value) in ENVIRONMENT {
-        if name == threads || std::env::var_os(name).is_none() {
-            anew.env(name, value);
-        }
-    }
-    // `exec` returns only if it fails; the program then runs as it is.
-    let _ = anew.exec();
+    // `exec` returns only if it fails; the program then runs with these threads.
+    let _ = anew.args(arguments).env(VARIABLE, "1").exec();
 }

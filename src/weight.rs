@@ -169,7 +169,7 @@ impl Weight {
         self.rows * self.stored.bytes(self.cols)
     }
 
-    /// Returns the stored bytes of a row.
+    /// Returns the stored bytes of a row, in the file or in the copy.
     pub fn row_bytes(&self, row: usize) -> &[u8] {
         let size = self.stored.bytes(self.cols);
         let first = self.start + stored_row(row, self.alternating) * size;
@@ -299,6 +299,7 @@ impl Weight {
         });
         let mut next = 0;
         for weight in &mut weights {
+            Self::release(&[weight]);
             weight.file = Arc::clone(&shard);
             weight.start = next;
             next += weight.room();

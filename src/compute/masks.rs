@@ -12,8 +12,7 @@ pub const WORD: usize = 64;
 pub const BLOCK: usize = 16;
 /// Blocks per word of a mask.
 const BLOCKS: usize = WORD / BLOCK;
-/// How many blocks ahead of the current block to prefetch. This is more than for cached rows, because a row has several
-/// cache lines and a block only one.
+/// How many blocks ahead of the current block to prefetch.
 pub const LINES_AHEAD: usize = 24;
 /// How many set bits of a word are listed without a branch; most words have fewer.
 const SELDOM_MORE: usize = 4;

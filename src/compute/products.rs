@@ -22,6 +22,7 @@ pub fn products(
 ) {
     let r = queries.nrows();
     let queries = GroupQueries::new(queries, scale);
+    rows.prefetch(positions);
     let mut tile = vec![0.0; r * TILE];
     let mut of_row = vec![0.0; r];
     for first in (0..positions.len()).step_by(TILE) {
@@ -50,6 +51,7 @@ pub fn all_products(
     let n = positions.len();
     let mut out = Array2::zeros((queries.nrows(), n));
     let queries = GroupQueries::new(queries, scale);
+    rows.prefetch(positions);
     for first in (0..n).step_by(TILE) {
         let run = Run::new(&positions[first..], TILE.min(n - first));
         rows.scores(&queries, &run, &mut elements_mut(&mut out)[first..], n);

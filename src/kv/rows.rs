@@ -89,22 +89,24 @@ impl RowStore {
         self.len() == 0
     }
 
-    /// Splits the positions of `run` into those of shared rows and those of own rows.
-    fn split<'a>(&self, run: &Run<'a>) -> (&'a [u32], &'a [u32]) {
+    /// Splits ascending positions into those of shared rows and those of own rows.
+    fn split<'a>(&self, positions: &'a [u32]) -> (&'a [u32], &'a [u32]) {
         let shared = self.shared_len();
-        run.now
-            .split_at(run.now.partition_point(|p| (*p as usize) < shared))
+        positions.split_at(positions.partition_point(|p| (*p as usize) < shared))
     }
 
-    /// Calls `f` with `positions`, which must all be of own rows, counted from the first own row. `next` is passed on
-    /// only if the store has no shared rows.
-    fn own(&self, positions: &[u32], next: &[u32], f: impl FnOnce(&Run)) {
+    /// Calls `f` with positions of own rows, which are counted from the first own row.
+    fn own(&self, run: &Run, f: impl FnOnce(&Run)) {
         let shared = self.shared_len() as u32;
         if shared == 0 {
-            return f(&Run { now: positions, next });
+            return f(run);
         }
-        let own: Vec<u32> = positions.iter().map(|p| p - shared).collect();
-        f(&Run { now: &own, next: &[] });
+        let own = |positions: &[u32]| -> Vec<u32> { positions.iter().map(|p| p - shared).collect() };
+        let next = &run.next[..run.next.len().min(attention::AHEAD)];
+        f(&Run {
+            now: &own(run.now),
+            next: &own(next),
+        });
     }
 
     /// Returns own rows in the form that kernels take; d must be a multiple of [`LANES`].
@@ -147,29 +149,37 @@ impl CachedRows for RowStore {
     }
 
     fn prefetch(&self, positions: &[u32]) {
-        if self.shared.is_some() || !self.d.is_multiple_of(LANES) {
+        if !self.d.is_multiple_of(LANES) {
             return;
         }
-        match &self.data {
-            Data::F32(v) => attention::prefetch_first(self.stored(v), positions),
-            Data::F16(v) => attention::prefetch_first(self.stored(v), positions),
-            Data::Bf16(v) => attention::prefetch_first(self.stored(v), positions),
+        let (shared, own) = self.split(&positions[..positions.len().min(attention::AHEAD)]);
+        if let Some((rows, _)) = &self.shared {
+            rows.prefetch(shared);
         }
+        self.own(&Run::new(own, own.len()), |run| match &self.data {
+            Data::F32(v) => attention::prefetch_first(self.stored(v), run.now),
+            Data::F16(v) => attention::prefetch_first(self.stored(v), run.now),
+            Data::Bf16(v) => attention::prefetch_first(self.stored(v), run.now),
+        });
     }
 
     fn scores(&self, queries: &GroupQueries, run: &Run, out: &mut [f32], stride: usize) {
         if !self.d.is_multiple_of(LANES) {
             return attention::widened_scores(self, queries, run, out, stride);
         }
-        let (shared, own) = self.split(run);
+        let ((shared, own), (next_shared, next)) = (self.split(run.now), self.split(run.next));
         let at = shared.len();
         if let Some((rows, _)) = &self.shared {
-            rows.scores(queries, &Run::new(shared, at), out, stride);
+            let run = Run {
+                now: shared,
+                next: next_shared,
+            };
+            rows.scores(queries, &run, out, stride);
         }
         if own.is_empty() {
             return;
         }
-        self.own(own, run.next, |run| {
+        self.own(&Run { now: own, next }, |run| {
             let out = &mut out[at..];
             match &self.data {
                 Data::F32(v) => attention::scores(queries, self.stored(v), run, out, stride),
@@ -183,15 +193,19 @@ impl CachedRows for RowStore {
         if !self.d.is_multiple_of(LANES) {
             return attention::widened_add(self, weights, stride, run, sums);
         }
-        let (shared, own) = self.split(run);
+        let ((shared, own), (next_shared, next)) = (self.split(run.now), self.split(run.next));
         let at = shared.len();
         if let Some((rows, _)) = &self.shared {
-            rows.add(weights, stride, &Run::new(shared, at), sums);
+            let run = Run {
+                now: shared,
+                next: next_shared,
+            };
+            rows.add(weights, stride, &run, sums);
         }
         if own.is_empty() {
             return;
         }
-        self.own(own, run.next, |run| {
+        self.own(&Run { now: own, next }, |run| {
             let weights = &weights[at..];
             match &self.data {
                 Data::F32(v) => attention::add(weights, stride, self.stored(v), run, sums),

@@ -3,7 +3,7 @@
 
 use std::path::Path;
 
-use ndarray::{Array1, Array2, ArrayView1, ArrayView2, Axis};
+use ndarray::{Array2, ArrayView2};
 
 use super::config::ModelConfig;
 use super::layer::{Layer, States, rms_rows};
@@ -174,12 +174,6 @@ impl Decoder {
     /// Fails unless every id is in the vocabulary.
     pub fn check_ids(&self, ids: &[u32]) -> Result<()> {
         self.config.check_ids(ids)
-    }
-
-    /// Computes the next token's logits from the hidden state of one position: `[vocab]`.
-    pub fn logits(&self, hidden: ArrayView1<f32>) -> Result<Array1<f32>> {
-        let logits = self.logits_by(&self.head, hidden.insert_axis(Axis(0)))?;
-        Ok(logits.remove_axis(Axis(0)))
     }
 
     /// Computes the next tokens' logits from the hidden states of several positions, reading the weights of the output

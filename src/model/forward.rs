@@ -138,7 +138,7 @@ pub trait BlockLayer {
 pub struct CpuForward<'a> {
     decoder: &'a Decoder,
     layers: Vec<Layer>,
-    /// The output projection.
+    /// The output projection, or its copy.
     head: Linear,
 }
 
@@ -148,14 +148,15 @@ impl<'a> CpuForward<'a> {
         Self::with_precision(decoder, Precision::Auto)
     }
 
-    /// Opens all layers of a model.
+    /// Opens all layers of a model; see [`CpuForward::of`].
     pub fn with_precision(decoder: &'a Decoder, precision: Precision) -> Result<Self> {
         let layer = |i| Ok(decoder.layer(i)?.with_precision(precision));
         let layers = (0..decoder.config.n_layers()).map(layer);
         Ok(Self::of(decoder, layers.collect::<Result<_>>()?))
     }
 
-    /// Joins a model with layers, which need not be those of its checkpoint.
+    /// Joins a model with layers, which need not be those of its checkpoint. Copies their weights to large pages of memory if
+    /// there is room; see [`Weight::hold`].
     pub fn of(decoder: &'a Decoder, mut layers: Vec<Layer>) -> Self {
         let mut head = Linear::new(decoder.head.weight.clone(), None);
         let weights = layers.iter_mut().flat_map(Layer::weights_mut);

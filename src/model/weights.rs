@@ -1,7 +1,7 @@
 //! The tensors of a checkpoint, memory-mapped: a folder with one safetensors file, or with an index and shards, or a GGUF file.
 //!
 //! A [`Weight`] is a view of the mapped bytes; kernels widen its values as they read them. A layer
-//! therefore takes no more memory than its file pages, which [`Weight::release`] gives back.
+//! therefore takes no more memory than its file pages, which [`Weight::release`] gives back, unless [`Weight::hold`] copies it.
 
 use std::collections::BTreeMap;
 use std::fs::File;

@@ -203,9 +203,9 @@ pub fn command(arguments: &str) -> Command {
     let program = std::env::var_os("KVSMITH_BIN");
     let mut command = Command::new(program.unwrap_or_else(|| env!("CARGO_BIN_EXE_kvsmith").into()));
     command.args(arguments.split_whitespace());
-    // Without these variables the program restarts itself to set them, and starting would take half of the time of most
+    // Without this variable the program restarts itself to set it, and starting would take half of the time of most
     // runs; see `restarting`.
-    command.envs(ENVIRONMENT);
+    command.env(OPENBLAS_THREADS, "1");
     command.env("XDG_CACHE_HOME", no_cache());
     command
 }
@@ -215,18 +215,13 @@ pub fn no_cache() -> PathBuf {
     Path::new(env!("CARGO_TARGET_TMPDIR")).join("no-cache")
 }
 
-/// The variables that the program sets when it starts.
-const ENVIRONMENT: [(&str, &str); 2] = [
-    ("OPENBLAS_NUM_THREADS", "1"),
-    ("GLIBC_TUNABLES", "glibc.malloc.hugetlb=1"),
-];
+/// Names the variable that the program sets when it starts.
+const OPENBLAS_THREADS: &str = "OPENBLAS_NUM_THREADS";
 
-/// Returns the same command without these variables, as a user starts the program.
+/// Returns the same command without the variable of OpenBLAS, as a user starts the program.
 pub fn restarting(arguments: &str) -> Command {
     let mut command = command(arguments);
-    for (name, _) in ENVIRONMENT {
-        command.env_remove(name);
-    }
+    command.env_remove(OPENBLAS_THREADS);
     command
 }
 

@@ -110,14 +110,15 @@ impl PieceAttention {
         positions: &[u32],
         kept: Option<ArrayViewMut2<f32>>,
     ) -> Self {
-        let n = positions.len().min(PIECE);
+        let positions = &positions[..positions.len().min(PIECE)];
+        let n = positions.len();
         let run = |at: usize| Run::new(&positions[at..], TILE.min(n - at));
-        keys.prefetch(&positions[..n]);
-        values.prefetch(&positions[..n]);
+        keys.prefetch(positions);
         let mut weights = vec![0.0; r * n];
         for at in (0..n).step_by(TILE) {
             keys.scores(queries, &run(at), &mut weights[at..], n);
         }
+        values.prefetch(positions);
         let (mut max, mut sum) = (Vec::with_capacity(r), Vec::with_capacity(r));
         for row in weights.chunks_mut(n) {
             let largest = simd::max(row);

@@ -49,8 +49,8 @@ pub struct Run<'a> {
     pub next: &'a [u32],
 }
 
-/// The positions of the rows to prefetch. One row is prefetched per row read: if all were prefetched at once, the
-/// prefetches would wait for each other and delay the arithmetic.
+/// The positions of the rows to prefetch. After the first ones, one row is prefetched per row read: if all were prefetched
+/// at once, the prefetches would wait for each other and delay the arithmetic.
 pub type Coming<'a> = Chain<Iter<'a, u32>, Iter<'a, u32>>;
 
 impl<'a> Run<'a> {
@@ -97,7 +97,7 @@ pub trait CachedRows: Sync {
     /// Returns the row of `position` as f32; `scratch` (d values) may hold a converted copy.
     fn row<'a>(&'a self, position: usize, scratch: &'a mut [f32]) -> &'a [f32];
 
-    /// Prefetches the first rows of some positions, which nothing that is read before them prefetches.
+    /// Prefetches the first [`AHEAD`] rows of some positions (ascending): a run prefetches only the rows after them.
     fn prefetch(&self, _: &[u32]) {}
 
     /// Writes the dot products of the run's rows with the queries to `out`, `[r, stride]`, one column per position.

@@ -1,7 +1,7 @@
 //! The fit of product quantisers to calibration keys.
 
 use half::f16;
-use ndarray::{Array1, Array2, Array3, ArrayView2, Axis, s};
+use ndarray::{Array1, Array2, Array3, ArrayView2, Axis, concatenate, s};
 use serde_json::{Map, Value};
 
 use super::codebook::{ROWS, channels, product, project, subtract};
@@ -10,6 +10,7 @@ use super::section::{
 };
 use crate::artifact::{Fit, FitText, HeadDone, LayerPart, LayerStates, SectionKind, object};
 use crate::compute::cpu::row_mean;
+use crate::compute::device::Device;
 use crate::env;
 use crate::error::{Error, Result};
 use crate::stats::kmeans::{self, Init, KMeansFit, KMeansParams};
@@ -40,24 +41,50 @@ impl Fit for WpqFit {
         // Besides the rows, the rows of every group. Each row has, per group, two assignments, its codes before and
         // after a pass, and its place in the order by code.
         let clusters = text.n_kept * m * 11 * float;
-        // Earlier, the rows of the fit, their projection and the rows of every group.
+        // Earlier, the rows of the fit, their projection and the rows of every group, besides those of earlier heads.
         let projected = rows + 2 * text.n_kept * d * float;
-        text.split_bytes(1).max(projected).max(2 * rows + clusters)
+        let heads = self
+            .at_once(text.device, text.n_kept, d)
+            .min(text.sizes.n_kv_heads);
+        let reading = (heads - 1) * rows + text.split_bytes(1).max(projected);
+        reading.max(heads * (2 * rows + clusters))
     }
 
     fn layer(&self, states: &LayerStates, done: HeadDone) -> Result<LayerPart> {
         let mut part = LayerPart::default();
-        for head in 0..states.sizes.n_kv_heads {
-            env::check()?;
-            let fit = HeadFit::new(&self.params, states, head);
-            let quality = fit.and_then(|fit| fit.run(&mut part));
-            let quality =
-                quality.map_err(|e| e.context(format!("layer {}, KV head {head}", states.layer)))?;
-            let left = 100.0 * quality.unexplained().unwrap_or(0.0);
-            part.quality.push(object(&quality)?);
-            done(head, Some(format!("{left:.1}% of the variance remains as error")));
+        let (g, d) = (states.sizes.n_kv_heads, states.sizes.head_dim);
+        let at_once = self.at_once(states.device, states.n_kept(), d);
+        for first in (0..g).step_by(at_once) {
+            let of =
+                |head: usize| move |e: Error| e.context(format!("layer {}, KV head {head}", states.layer));
+            let open = |head| {
+                env::check()?;
+                HeadFit::new(&self.params, states, head).map_err(of(head))
+            };
+            let mut fits = (first..g.min(first + at_once))
+                .map(open)
+                .collect::<Result<Vec<_>>>()?;
+            // An error of the device belongs to all of these heads; the first one stands for them.
+            for stage in 0..STAGES {
+                HeadFit::stage(&mut fits, stage).map_err(of(first))?;
+            }
+            for fit in fits {
+                let head = fit.head;
+                let quality = fit.finish(&mut part);
+                let left = 100.0 * quality.unexplained().unwrap_or(0.0);
+                part.quality.push(object(&quality)?);
+                done(head, Some(format!("{left:.1}% of the variance remains as error")));
+            }
         }
         Ok(part)
+    }
+}
+
+impl WpqFit {
+    /// Returns how many KV heads are clustered together: those whose groups the device takes at once.
+    fn at_once(&self, device: &dyn Device, n: usize, d: usize) -> usize {
+        let (m, words) = (self.params.groups(), self.params.words);
+        (device.heads_at_once(n, self.params.group_dim(d), words) / m).max(1)
     }
 }
 
@@ -76,6 +103,12 @@ struct HeadFit<'a> {
     rows: [Array3<f32>; 2],
     /// Sums over the same keys of the squared norm in the directions that codes leave out.
     left_out: [f64; 2],
+    /// The variance of the keys.
+    variance: f64,
+    /// The words of the stages so far, as they are stored.
+    words: Vec<f16>,
+    /// The figures of the stages so far.
+    stages: StageDone,
 }
 
 impl<'a> HeadFit<'a> {
@@ -108,6 +141,11 @@ impl<'a> HeadFit<'a> {
             .dot(&rotation.slice(s![.., (m * dim).min(mean.len())..]));
         let left_out = [&kept, &held_out].map(|keys| squares(keys, &beyond));
         let rows = [kept, held_out].map(|keys| grouped(&keys, &projection, m));
+        let described: f64 = rows[0].iter().map(|x| f64::from(*x).powi(2)).sum();
+        let variance = (described + left_out[0]) / rows[0].len_of(Axis(1)) as f64;
+        if !variance.is_finite() {
+            return Err(Error::invalid("a whitened key is NaN or infinite").hint(OUTLIERS));
+        }
         Ok(Self {
             params,
             states,
@@ -118,55 +156,47 @@ impl<'a> HeadFit<'a> {
             rotation,
             rows,
             left_out,
+            variance,
+            words: Vec::new(),
+            stages: StageDone::default(),
         })
     }
 
-    /// Clusters the keys of every group and, in the second stage, what the first leaves of them, and adds the head to
-    /// the layer's part.
-    fn run(mut self, part: &mut LayerPart) -> Result<WpqQuality> {
-        let (_, n, _) = self.rows[0].dim();
-        let described: f64 = self.rows[0].iter().map(|x| f64::from(*x).powi(2)).sum();
-        let variance = (described + self.left_out[0]) / n as f64;
-        if !variance.is_finite() {
-            return Err(Error::invalid("a whitened key is NaN or infinite").hint(OUTLIERS));
-        }
-        let (mut words, mut last) = (Vec::new(), StageDone::default());
-        for stage in 0..STAGES {
-            let done = self.stage(stage, &mut words)?;
-            last = StageDone {
-                iterations: done.iterations.max(last.iterations),
-                unused_codewords: done.unused_codewords + last.unused_codewords,
-                ..done
-            };
-        }
-        part.put(CODEBOOK, &words);
+    /// Adds the head to the layer's part, after all stages.
+    fn finish(self, part: &mut LayerPart) -> WpqQuality {
+        part.put(CODEBOOK, &self.words);
         part.put(MEAN, &self.mean.to_vec());
         if let Some(mean) = &self.mean_pre {
             part.put(MEAN_PRE, &mean.to_vec());
         }
         part.put(CHOL, &self.metric.chol.into_iter().collect::<Vec<_>>());
         part.put(ROTATION, &self.rotation.into_iter().collect::<Vec<_>>());
-        let held_out = self.rows[1].len_of(Axis(1));
-        let [inertia, held_out_inertia] = [0, 1].map(|i| last.inertia[i] + self.left_out[i]);
-        Ok(WpqQuality {
+        let [n, held_out] = self.rows.map(|rows| rows.len_of(Axis(1)));
+        let [inertia, held_out_inertia] = [0, 1].map(|i| self.stages.inertia[i] + self.left_out[i]);
+        WpqQuality {
             inertia: inertia / n as f64,
             held_out_inertia: (held_out > 0).then(|| held_out_inertia / held_out as f64),
-            variance,
-            iterations: last.iterations,
-            unused_codewords: last.unused_codewords,
+            variance: self.variance,
+            iterations: self.stages.iterations,
+            unused_codewords: self.stages.unused_codewords,
             condition: self.metric.condition,
             eps: self.metric.eps,
             keys: n,
-        })
+        }
     }
 
-    /// Clusters what is left of the keys, appends the words as they are stored, and subtracts each key's words from it.
-    fn stage(&mut self, stage: usize, words: &mut Vec<f16>) -> Result<StageDone> {
-        let (m, n, dim) = self.rows[0].dim();
-        let (params, states) = (self.params, self.states);
-        let first = (self.head * STAGES + stage) * m;
-        let seed = |group| head_seed(params.seed, states.layer, first + group);
-        let seeds: Vec<u64> = (0..m).map(seed).collect();
+    /// Clusters what is left of the keys of several heads, every group by itself, appends the words as they are stored, and
+    /// subtracts each key's words from it.
+    fn stage(fits: &mut [Self], stage: usize) -> Result<()> {
+        let [first, ..] = &*fits else { return Ok(()) };
+        let (params, states) = (first.params, first.states);
+        let (m, n, dim) = first.rows[0].dim();
+        let seed_of =
+            |fit: &Self, group| head_seed(params.seed, states.layer, (fit.head * STAGES + stage) * m + group);
+        let seeds = fits
+            .iter()
+            .flat_map(|fit| (0..m).map(move |group| seed_of(fit, group)));
+        let seeds: Vec<u64> = seeds.collect();
         let kmeans = KMeansParams {
             size: params.words.min(n),
             iterations: PASSES,
@@ -174,47 +204,56 @@ impl<'a> HeadFit<'a> {
             init: Init::KMeansPlusPlus,
             seed: params.seed,
         };
-        let mut points = states.device.points(self.rows[0].clone())?;
-        let fits = kmeans::cluster(points.as_mut(), &kmeans, &seeds, &mut |_, _| env::flow())?;
-        let stored = stored(&fits, params.words, dim)?;
-        words.extend(stored.iter().map(|v| f16::from_f32(*v)));
-        let passes = fits.iter().map(|fit| fit.inertia.len().saturating_sub(1));
-        let mut done = StageDone {
-            iterations: passes.max().unwrap_or(0),
-            ..StageDone::default()
+        let all = |fits: &[Self], i: usize| {
+            let views: Vec<_> = fits.iter().map(|fit| fit.rows[i].view()).collect();
+            concatenate(Axis(0), &views)
         };
-        drop(fits);
-        for (i, rows) in self
-            .rows
-            .iter_mut()
-            .enumerate()
-            .filter(|(_, rows)| !rows.is_empty())
-        {
+        let mut points = states.device.points(all(&*fits, 0)?)?;
+        let found = kmeans::cluster(points.as_mut(), &kmeans, &seeds, &mut |_, _| env::flow())?;
+        let stored = stored(&found, params.words, dim)?;
+        for (h, fit) in fits.iter_mut().enumerate() {
+            let of = s![h * m..(h + 1) * m, .., ..];
+            fit.words
+                .extend(stored.slice(of).iter().map(|v| f16::from_f32(*v)));
+            let passes = found[h * m..(h + 1) * m]
+                .iter()
+                .map(|of| of.inertia.len().saturating_sub(1));
+            fit.stages.iterations = passes.max().unwrap_or(0).max(fit.stages.iterations);
+        }
+        drop(found);
+        for i in 0..2 {
+            if fits[0].rows[i].is_empty() {
+                continue;
+            }
             if i == 1 {
-                points = states.device.points(rows.clone())?;
+                points = states.device.points(all(&*fits, 1)?)?;
             }
             points.assign(stored.view())?;
             let groups = points.assignment()?;
-            done.inertia[i] = groups.iter().map(|group| group.inertia).sum();
-            if i == 0 {
-                let counts = groups.iter().flat_map(|group| &group.counts);
-                done.unused_codewords = counts.filter(|count| **count == 0).count();
-            }
-            for (j, rows) in rows.outer_iter_mut().enumerate() {
-                subtract(rows, &points.clusters(j)?.codes, stored.index_axis(Axis(0), j));
+            for (h, (fit, groups)) in fits.iter_mut().zip(groups.chunks(m)).enumerate() {
+                fit.stages.inertia[i] = groups.iter().map(|group| group.inertia).sum();
+                if i == 0 {
+                    let counts = groups.iter().flat_map(|group| &group.counts);
+                    fit.stages.unused_codewords += counts.filter(|count| **count == 0).count();
+                }
+                for (j, rows) in fit.rows[i].outer_iter_mut().enumerate() {
+                    let (at, codes) = (h * m + j, points.clusters(h * m + j)?.codes);
+                    subtract(rows, &codes, stored.index_axis(Axis(0), at));
+                }
             }
         }
-        Ok(done)
+        Ok(())
     }
 }
 
-/// The figures that a stage reports.
+/// The figures that the stages report.
 #[derive(Default)]
 struct StageDone {
-    /// Sum of the squared errors of the keys of the fit, and of the held-out keys.
+    /// Sum of the squared errors of the keys of the fit, and of the held-out keys, after the last stage.
     inertia: [f64; 2],
+    /// The most passes of a group.
     iterations: usize,
-    /// Number of words that no key of the fit is nearest to.
+    /// Number of words, in all stages, that no key of the fit is nearest to.
     unused_codewords: usize,
 }
 
