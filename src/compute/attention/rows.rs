@@ -97,7 +97,7 @@ pub trait CachedRows: Sync {
     /// Returns the row of `position` as f32; `scratch` (d values) may hold a converted copy.
     fn row<'a>(&'a self, position: usize, scratch: &'a mut [f32]) -> &'a [f32];
 
-    /// Prefetches the first [`AHEAD`] rows of some positions (ascending): a run prefetches only the rows after them.
+    /// Prefetches the first rows of some positions (ascending); a run prefetches only rows that are read some rows later.
     fn prefetch(&self, _: &[u32]) {}
 
     /// Writes the dot products of the run's rows with the queries to `out`, `[r, stride]`, one column per position.
