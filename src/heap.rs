@@ -10,8 +10,9 @@ pub const GAP_BYTES: usize = OWN_MAPPING_BYTES as usize / 2;
 /// Makes the allocator keep freed memory for the next allocation, at the end of each thread's space up to 32 MiB, instead of
 /// giving it back to the system; called at the start of the program.
 ///
-/// A new page costs a fault, and is zeroed before it is filled. With glibc's initial sizes, a calibration spent a seventh of its time on
-/// pages of arrays that live as long as one layer of a block. [`trim`] gives back what is between the allocations in use.
+/// A new page costs a fault, and is zeroed before it is filled. With glibc's initial sizes, a calibration spent a seventh of
+/// its time on pages of arrays that live as long as one layer of a block. [`trim`] gives back what is between the
+/// allocations in use.
 pub fn keep_freed() {
     #[cfg(all(target_os = "linux", target_env = "gnu"))]
     // SAFETY: the calls only set numbers in the allocator.

@@ -477,6 +477,8 @@ fn the_seed_alone_makes_a_difference() {
     for (name, options) in [
         ("one", "--threads 1"),
         ("three", "--threads 3"),
+        // So many that they cluster several KV heads together.
+        ("many", "--threads 64"),
         ("again", "--threads 2 --seed 0"),
     ] {
         assert!(run(name, options) == first, "`{options}` changed the bytes");

@@ -64,9 +64,17 @@ impl Fit for WpqFit {
             let mut fits = (first..g.min(first + at_once))
                 .map(open)
                 .collect::<Result<Vec<_>>>()?;
-            // An error of the device belongs to all of these heads; the first one stands for them.
             for stage in 0..STAGES {
-                HeadFit::stage(&mut fits, stage).map_err(of(first))?;
+                let done = HeadFit::stage(&mut fits, stage);
+                // Which of several heads an error belongs to is not known.
+                done.map_err(|e| match fits.len() {
+                    1 => of(first)(e),
+                    n => e.context(format!(
+                        "layer {}, KV heads {first} to {}",
+                        states.layer,
+                        first + n - 1
+                    )),
+                })?;
             }
             for fit in fits {
                 let head = fit.head;
