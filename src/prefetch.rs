@@ -1,5 +1,13 @@
 //! Asking memory for values before they are needed.
 
+#[cfg(target_arch = "x86_64")]
+use std::arch::x86_64::{_MM_HINT_T0 as FIRST_CACHE, _MM_HINT_T1 as SECOND_CACHE, _mm_prefetch};
+
+#[cfg(not(target_arch = "x86_64"))]
+const FIRST_CACHE: i32 = 0;
+#[cfg(not(target_arch = "x86_64"))]
+const SECOND_CACHE: i32 = 1;
+
 /// How many bytes ahead of the weights that it multiplies a product prefetches: one and a half pages of memory, because the
 /// processor by itself does not ask for the next page.
 const AHEAD: usize = 6144;
@@ -7,56 +15,49 @@ const AHEAD: usize = 6144;
 /// Prefetches the cache lines that hold `values`, which are needed soon, into the first cache.
 #[inline(always)]
 pub fn prefetch<T>(values: &[T]) {
-    #[cfg(target_arch = "x86_64")]
-    {
-        use std::arch::x86_64::{_MM_HINT_T0, _mm_prefetch};
-        each_line(values, |line| {
-            // SAFETY: a prefetch accesses nothing, whatever the address.
-            unsafe { _mm_prefetch::<_MM_HINT_T0>(line) }
-        });
-    }
-    #[cfg(not(target_arch = "x86_64"))]
-    let _ = values;
+    each_line::<FIRST_CACHE, T>(values, 0);
 }
 
-/// Prefetches the cache lines that hold `values`, which are needed a little later, into the second cache, as
-/// [`prefetch_ahead`] does.
+/// Prefetches the cache lines that hold `values`, which are needed a little later, into the second cache: the first one has
+/// few places for lines that are on their way, and what is read now needs them.
 #[inline(always)]
 pub fn prefetch_later<T>(values: &[T]) {
-    #[cfg(target_arch = "x86_64")]
-    {
-        use std::arch::x86_64::{_MM_HINT_T1, _mm_prefetch};
-        each_line(values, |line| {
-            // SAFETY: a prefetch accesses nothing, whatever the address.
-            unsafe { _mm_prefetch::<_MM_HINT_T1>(line) }
-        });
-    }
-    #[cfg(not(target_arch = "x86_64"))]
-    let _ = values;
+    each_line::<SECOND_CACHE, T>(values, 0);
 }
 
-/// Prefetches the cache lines [`AHEAD`] bytes after those that hold `values`, which need not belong to anything, into the
-/// second cache: the first one has few places for lines that are on their way, and what is read now needs them.
+/// Prefetches the cache lines [`AHEAD`] bytes after those that hold `values`, which need not belong to anything, as
+/// [`prefetch_later`] does.
 #[inline(always)]
 pub fn prefetch_ahead<T>(values: &[T]) {
-    #[cfg(target_arch = "x86_64")]
-    {
-        use std::arch::x86_64::{_MM_HINT_T1, _mm_prefetch};
-        each_line(values, |line| {
-            // SAFETY: a prefetch accesses nothing, whatever the address.
-            unsafe { _mm_prefetch::<_MM_HINT_T1>(line.wrapping_add(AHEAD)) }
-        });
-    }
-    #[cfg(not(target_arch = "x86_64"))]
-    let _ = values;
+    each_line::<SECOND_CACHE, T>(values, AHEAD);
 }
 
-/// Calls `each` with an address every 64 bytes, the length of a cache line.
-#[cfg(target_arch = "x86_64")]
+/// Prefetches the cache lines of the first and of the last byte of row number `row`, of `width` bytes, as
+/// [`prefetch_later`] does.
 #[inline(always)]
-fn each_line<T>(values: &[T], each: impl Fn(*const i8)) {
-    let start = values.as_ptr().cast::<i8>();
+pub fn prefetch_ends(rows: &[u8], row: usize, width: usize) {
+    let first = rows.as_ptr().wrapping_add(row * width);
+    line::<SECOND_CACHE>(first);
+    line::<SECOND_CACHE>(first.wrapping_add(width - 1));
+}
+
+/// Prefetches every 64 bytes, the length of a cache line, from `ahead` bytes after the first value on.
+#[inline(always)]
+fn each_line<const CACHE: i32, T>(values: &[T], ahead: usize) {
+    let start = values.as_ptr().cast::<u8>().wrapping_add(ahead);
     for at in (0..size_of_val(values)).step_by(64) {
-        each(start.wrapping_add(at));
+        line::<CACHE>(start.wrapping_add(at));
     }
+}
+
+/// Prefetches the cache line of an address.
+#[inline(always)]
+fn line<const CACHE: i32>(address: *const u8) {
+    #[cfg(target_arch = "x86_64")]
+    // SAFETY: a prefetch accesses nothing, whatever the address.
+    unsafe {
+        _mm_prefetch::<CACHE>(address.cast());
+    }
+    #[cfg(not(target_arch = "x86_64"))]
+    let _ = address;
 }

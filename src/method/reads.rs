@@ -146,12 +146,10 @@ impl Reads {
         };
         let [key_arrays, value_arrays] = kv.row_arrays(head_dim);
         for (arrays, positions) in [(key_arrays, keys), (value_arrays, attended)] {
+            let runs: Vec<&[u32]> = positions.chunk_by(|p, q| p + 1 == *q).collect();
             for width in arrays.into_iter().flatten() {
-                self.moved(
-                    positions
-                        .iter()
-                        .map(|p| *p as usize * width..(*p as usize + 1) * width),
-                );
+                let bytes = |run: &&[u32]| run[0] as usize * width..(run[0] as usize + run.len()) * width;
+                self.moved(runs.iter().map(bytes));
             }
         }
     }

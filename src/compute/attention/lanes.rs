@@ -55,19 +55,26 @@ pub trait Simd: Copy {
     /// Flips the sign of each lane whose bit in `lanes` is set.
     fn flip(self, v: Self::Vector, lanes: u16) -> Self::Vector;
 
-    /// Returns `Q step + zero`, rounded twice, for each of the sixteen 2-bit numbers Q in `codes`.
+    /// Returns the four values `Q step + zero`, rounded twice, of a step and a zero point, in every run of four lanes.
     #[inline(always)]
-    fn two_bits(self, codes: u32, step: f32, zero: f32) -> Self::Vector {
-        let mut wide = [0.0; LANES];
-        for (l, x) in wide.iter_mut().enumerate() {
-            *x = (codes >> (2 * l) & 3) as i32 as f32 * step + zero;
+    fn levels(self, [step, zero]: [f16; 2]) -> Self::Vector {
+        let (step, zero) = (widen_f16(step), widen_f16(zero));
+        let mut levels = [0.0; LANES];
+        for (l, x) in levels.iter_mut().enumerate() {
+            *x = (l % 4) as f32 * step + zero;
         }
-        self.load(&wide)
+        self.load(&levels)
     }
 
+    /// Looks up sixteen 2-bit numbers in [`Simd::levels`].
     #[inline(always)]
-    fn widen_pair(self, pair: [f16; 2]) -> [f32; 2] {
-        pair.map(widen_f16)
+    fn two_bits(self, codes: u32, levels: Self::Vector) -> Self::Vector {
+        let levels = self.store(levels);
+        let mut wide = [0.0; LANES];
+        for (l, x) in wide.iter_mut().enumerate() {
+            *x = levels[(codes >> (2 * l) & 3) as usize];
+        }
+        self.load(&wide)
     }
 
     /// Returns the sum of the lanes of each vector. Lanes are added by halves.

@@ -39,6 +39,28 @@ impl GroupQueries {
         }
         Self { chunks, packed }
     }
+
+    /// Counts the queries.
+    pub fn heads(&self) -> usize {
+        self.packed.len() / self.chunks
+    }
+
+    /// Returns the queries with each channel multiplied by a factor, `[chunks, LANES]`.
+    pub fn times(&self, factors: &[[f32; LANES]]) -> Self {
+        let mut packed = self.packed.clone();
+        for group in packed.chunks_mut(kernels::GROUP * self.chunks) {
+            let heads = group.len() / self.chunks;
+            for (of_chunk, factors) in group.chunks_mut(heads).zip(factors) {
+                for query in of_chunk {
+                    query.iter_mut().zip(factors).for_each(|(q, factor)| *q *= factor);
+                }
+            }
+        }
+        Self {
+            chunks: self.chunks,
+            packed,
+        }
+    }
 }
 
 /// The positions of the rows to read now, and of those to read next.

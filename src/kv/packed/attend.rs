@@ -5,8 +5,8 @@
 use super::two_bit::{TwoBit, pair};
 use super::{FullRows, QUANT_GROUP, SignRows, ValueRows, sign_bytes};
 use crate::compute::attention::lanes::Simd;
-use crate::compute::attention::{self, ChunkedRows, GroupQueries, LANES, OutputSums, Run};
-use crate::prefetch::prefetch;
+use crate::compute::attention::{self, ChunkedRows, GroupQueries, LANES, OutputSums, Run, StoredRows};
+use crate::prefetch::prefetch_ends;
 
 /// Chunks of [`LANES`] channels in a quantisation group.
 const CHUNKS: usize = QUANT_GROUP / LANES;
@@ -17,12 +17,36 @@ pub(super) fn in_groups(d: usize) -> bool {
 }
 
 /// Implements [`attention::CachedRows::scores`] if [`in_groups`].
+///
+/// # Numerics
+/// A key is `c + alpha x`, per channel, with the same centre c and scale alpha for all keys. Its score is therefore
+/// `q . c + (q alpha) . x`: the queries are scaled once, instead of every key.
 pub(super) fn scores(rows: &SignRows, queries: &GroupQueries, run: &Run, out: &mut [f32], stride: usize) {
-    for (at, run, is_full) in parts(run, &rows.full) {
+    match rows.layout.signed {
+        true => scores_of(Keys::<true>::of(rows), queries, run, out, stride),
+        false => scores_of(Keys::<false>::of(rows), queries, run, out, stride),
+    }
+}
+
+fn scores_of<const SIGNED: bool>(
+    keys: Keys<SIGNED>,
+    queries: &GroupQueries,
+    run: &Run,
+    out: &mut [f32],
+    stride: usize,
+) {
+    let (scaled, of_centre) = (keys.scaled(queries), keys.centre_scores(queries));
+    for (at, run, is_full) in parts(run, &keys.rows.full) {
         let out = &mut out[at..];
-        match is_full {
-            true => attention::widened_scores(rows, queries, &run, out, stride),
-            false => attention::scores(queries, Keys::of(rows), &run, out, stride),
+        if is_full {
+            attention::widened_scores(keys.rows, queries, &run, out, stride);
+            continue;
+        }
+        attention::scores(&scaled, keys, &run, out, stride);
+        for (out, of_centre) in out.chunks_mut(stride).zip(&of_centre) {
+            out[..run.now.len()]
+                .iter_mut()
+                .for_each(|score| *score += of_centre);
         }
     }
 }
@@ -65,76 +89,79 @@ fn parts<'a>(run: &Run<'a>, full: &FullRows) -> impl Iterator<Item = (usize, Run
     })
 }
 
-/// Keys in 2 bits, for the kernels.
+/// Keys in 2 bits, for the kernels: without centre and scale, and with the other sign if they have signs.
 #[derive(Clone, Copy)]
-pub(super) struct Keys<'a> {
+pub(super) struct Keys<'a, const SIGNED: bool> {
     rows: &'a SignRows,
-    /// The largest centred magnitude per channel, `[chunks, LANES]`.
-    alpha: &'a [[f32; LANES]],
-    /// The centre per channel, `[chunks, LANES]`.
-    centre: &'a [[f32; LANES]],
-    /// Bits to set in the signs of every chunk: none, or all of them if keys are stored without signs.
-    unsigned: u16,
+    /// Bytes of a row's signs.
+    width: usize,
 }
 
-impl<'a> Keys<'a> {
+impl<'a, const SIGNED: bool> Keys<'a, SIGNED> {
     pub fn of(rows: &'a SignRows) -> Self {
-        Self {
-            rows,
-            alpha: rows.alpha.as_chunks().0,
-            centre: rows.centre.as_chunks().0,
-            unsigned: if rows.layout.signed { 0 } else { u16::MAX },
-        }
+        let width = sign_bytes(rows.d);
+        Self { rows, width }
     }
 
-    #[inline(always)]
-    fn signs(self, position: u32) -> &'a [u8] {
-        let width = sign_bytes(self.rows.d);
-        &self.rows.signs[position as usize * width..][..width]
+    /// Returns queries whose products with these rows are those with the centred keys.
+    pub fn scaled(self, queries: &GroupQueries) -> GroupQueries {
+        let sign = if SIGNED { -1.0 } else { 1.0 };
+        let factors: Vec<f32> = self.rows.alpha.iter().map(|alpha| sign * alpha).collect();
+        queries.times(factors.as_chunks().0)
+    }
+
+    /// Returns the product of each query with the centre.
+    fn centre_scores(self, queries: &GroupQueries) -> Vec<f32> {
+        let rows = self.rows.centre.as_chunks().0;
+        let mut out = vec![0.0; queries.heads()];
+        let chunks = rows.len();
+        attention::scores(
+            queries,
+            StoredRows { rows, chunks },
+            &Run::new(&[0], 1),
+            &mut out,
+            1,
+        );
+        out
     }
 }
 
-impl<'a> ChunkedRows for Keys<'a> {
+impl<'a, const SIGNED: bool> ChunkedRows for Keys<'a, SIGNED> {
     const PAIRS: bool = true;
     /// The bytes of a row's magnitudes, and those of its signs.
     type Row = (&'a [u8], &'a [u8]);
 
     #[inline(always)]
     fn chunks(self) -> usize {
-        self.alpha.len().min(self.centre.len())
+        self.rows.d / LANES
     }
 
     #[inline(always)]
     fn row(self, position: u32) -> Self::Row {
-        (self.rows.magnitudes.row(position as usize), self.signs(position))
+        let position = position as usize;
+        let signs = &self.rows.signs[position * self.width..][..self.width];
+        (self.rows.magnitudes.row(position), signs)
     }
 
     #[inline(always)]
     fn prefetch(self, position: u32) {
         self.rows.magnitudes.prefetch(position as usize);
-        prefetch(self.signs(position));
+        prefetch_ends(&self.rows.signs, position as usize, self.width);
     }
 
     /// # Source
-    /// Eq. 13: sign (Q s + z) alpha; plus the centre.
+    /// Eq. 13: - sign (Q s + z), whose other sign is in the queries.
     #[inline(always)]
     unsafe fn widen<S: Simd, const N: usize>(self, simd: S, row: Self::Row, at: usize) -> [S::Vector; N] {
         let (magnitudes, signs) = row;
         // SAFETY: the caller guarantees that the row has these chunks.
         let mut wide = unsafe { widen::<S, N>(simd, self.rows.d, magnitudes, at) };
-        for i in 0..N {
-            let c = at + i;
-            // SAFETY: as above; alpha and centre have as many chunks, and a chunk has two bytes of signs.
-            let (alpha, centre, signs) = unsafe {
-                (
-                    self.alpha.get_unchecked(c),
-                    self.centre.get_unchecked(c),
-                    u16::from_le_bytes(bytes(signs, 2 * c)),
-                )
-            };
-            let magnitude = simd.mul(wide[i], simd.load(alpha));
-            let centred = simd.flip(magnitude, !(signs | self.unsigned));
-            wide[i] = simd.add(simd.load(centre), centred);
+        if SIGNED {
+            for i in 0..N {
+                // SAFETY: as above; a chunk has two bytes of signs.
+                let signs = u16::from_le_bytes(unsafe { bytes(signs, 2 * (at + i)) });
+                wide[i] = simd.flip(wide[i], signs);
+            }
         }
         wide
     }
@@ -184,7 +211,7 @@ impl<'a> ChunkedRows for Values<'a> {
 unsafe fn widen<S: Simd, const N: usize>(simd: S, d: usize, row: &[u8], at: usize) -> [S::Vector; N] {
     let mut wide = [simd.splat(0.0); N];
     for i in 0..N {
-        // An even number of chunks starts with a group, so two chunks each share a scale, widened once.
+        // An even number of chunks starts with a group, so two chunks each share their levels.
         let group = if N.is_multiple_of(CHUNKS) {
             at / CHUNKS + i / CHUNKS
         } else {
@@ -192,8 +219,7 @@ unsafe fn widen<S: Simd, const N: usize>(simd: S, d: usize, row: &[u8], at: usiz
         };
         // SAFETY: the row has these chunks; a chunk takes four bytes, and a group four more after all chunks.
         let (codes, params) = unsafe { (bytes(row, 4 * (at + i)), bytes(row, d / 4 + 4 * group)) };
-        let [step, zero] = simd.widen_pair(pair(params));
-        wide[i] = simd.two_bits(u32::from_le_bytes(codes), step, zero);
+        wide[i] = simd.two_bits(u32::from_le_bytes(codes), simd.levels(pair(params)));
     }
     wide
 }

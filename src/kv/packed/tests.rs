@@ -93,14 +93,8 @@ fn on_every_instruction_set(
         let (n, run) = (positions.len(), Run::new(&positions, positions.len()));
         let r = weights.len() / n;
         let mut scores = vec![0.0; weights.len()];
-        scores_of::<S, _, ROWS, ROWS, ROWS>(
-            simd,
-            queries,
-            attend::Keys::of(&packed.keys),
-            &run,
-            &mut scores,
-            n,
-        );
+        let keys = attend::Keys::<true>::of(&packed.keys);
+        scores_of::<S, _, ROWS, ROWS, ROWS>(simd, &keys.scaled(queries), keys, &run, &mut scores, n);
         let mut values = vec![[0.5; LANES]; sums];
         let mut of = OutputSums {
             r,
@@ -157,19 +151,19 @@ fn every_instruction_set_reads_the_same_rows() {
         let weights: Vec<f32> = (0..r * 150).map(|i| (i as f32 * 0.3).cos()).collect();
         let all: Vec<u32> = (0..150).collect();
         let run = Run::new(&all, 150);
-        let mut scores = vec![0.0; r * 150];
-        attention::widened_scores(&packed.keys, &queries, &run, &mut scores, 150);
         let mut sums = vec![[0.5; LANES]; r * d / LANES];
         let mut of = OutputSums { r, values: &mut sums };
         attention::widened_add(&packed.values, &weights, 150, &run, &mut of);
-        let expected = (scores, sums.as_flattened().to_vec());
-        for got in on_every_instruction_set(&packed, &queries, &weights, sums.len()) {
-            assert!(got == expected, "d {d}, r {r}");
+        let found = on_every_instruction_set(&packed, &queries, &weights, sums.len());
+        for (scores, of_values) in &found {
+            assert_eq!(*scores, found[0].0, "d {d}, r {r}");
+            assert_eq!(*of_values, sums.as_flattened(), "d {d}, r {r}");
         }
     }
 }
 
-/// Attention over 2-bit rows gives the same bits as attention over the same rows widened to f32 first.
+/// Sums of 2-bit values are, to the bit, those of the same rows widened to f32 first. Scores of 2-bit keys, whose centre and
+/// scale are applied to the queries, match f64 within the rounding of two products and of d fused sums, twice.
 #[test]
 fn rows_are_attended_as_they_are_read() {
     for (d, r, signed) in [
@@ -193,20 +187,33 @@ fn rows_are_attended_as_they_are_read() {
         packed.prompt(exact.view(), exact.view(), &vec![1.0; d], 0..200);
         let full = packed.keys.full_positions().to_vec();
         let chosen: Vec<u32> = (0..200).filter(|p| p % 3 != 1 || *p == full[1]).collect();
-        let queries = Array2::from_shape_fn((r, d), |(a, j)| ((a * d + j) as f32 * 0.9).sin());
-        let queries = GroupQueries::new(queries.view(), 0.1);
+        let q = Array2::from_shape_fn((r, d), |(a, j)| ((a * d + j) as f32 * 0.9).sin());
+        let queries = GroupQueries::new(q.view(), 1.0);
         let next = [3, 199];
         for now in [&chosen[..], &chosen[20..37], &full, &full[1..2], &[]] {
             let run = Run { now, next: &next };
             let n = now.len();
-            let score = |scores: &dyn Fn(&mut [f32])| {
-                let mut out = vec![0.5; r * (n + 3)];
-                scores(&mut out);
-                out
-            };
-            let got = score(&|out| packed.keys.scores(&queries, &run, out, n + 3));
-            let expected = score(&|out| attention::widened_scores(&packed.keys, &queries, &run, out, n + 3));
-            assert_eq!(got, expected, "d {d}, r {r}, signed {signed}, {n} positions");
+            let mut scores = vec![0.5; r * (n + 3)];
+            packed.keys.scores(&queries, &run, &mut scores, n + 3);
+            let mut scratch = vec![0.0; d];
+            for (a, scores) in scores.chunks(n + 3).enumerate() {
+                assert_eq!(scores[n..], [0.5; 3], "d {d}, r {r}: beyond the positions");
+                for (p, score) in now.iter().zip(scores) {
+                    let key = packed.keys.row(*p as usize, &mut scratch);
+                    let (mut exact, mut size) = (0.0, 0.0);
+                    for ((q, k), c) in q.row(a).iter().zip(key).zip(packed.keys.centre()) {
+                        let [q, k, c] = [*q, *k, *c].map(f64::from);
+                        exact += q * k;
+                        size += (q * c).abs() + (q * (k - c)).abs();
+                    }
+                    let error = (f64::from(*score) - exact).abs();
+                    let bound = 2.0 * (d + 4) as f64 * 2f64.powi(-24) * size;
+                    assert!(
+                        error <= bound,
+                        "d {d}, r {r}, signed {signed}, {p}: {error} over {bound}"
+                    );
+                }
+            }
             let weights: Vec<f32> = (0..r * (n + 3)).map(|i| (i as f32 * 0.3).cos()).collect();
             let sum = |add: &dyn Fn(&mut OutputSums)| {
                 let mut values = vec![[0.25; LANES]; r * d.div_ceil(LANES)];

@@ -4,7 +4,7 @@ use half::f16;
 
 use super::QUANT_GROUP;
 use crate::kv::lines::AlignedVec;
-use crate::prefetch::prefetch;
+use crate::prefetch::prefetch_ends;
 
 /// A smaller step counts as zero: the values of the group are taken as equal.
 const LEAST_STEP: f32 = 1e-8;
@@ -16,13 +16,16 @@ const LEAST_STEP: f32 = 1e-8;
 #[derive(Clone)]
 pub(super) struct TwoBit {
     pub(super) d: usize,
+    /// Bytes of a row.
+    width: usize,
     rows: AlignedVec<u8>,
 }
 
 impl TwoBit {
     pub(super) fn new(d: usize, capacity: usize) -> Self {
-        let rows = AlignedVec::with_capacity(capacity * width(d));
-        Self { d, rows }
+        let width = width(d);
+        let rows = AlignedVec::with_capacity(capacity * width);
+        Self { d, width, rows }
     }
 
     /// Quantises and appends a row.
@@ -31,7 +34,7 @@ impl TwoBit {
     /// Eq. 9-11: z = min x, s = (max x - min x) / 3, Q = round((x - z) / s). Codes are computed with the
     /// scale and zero point before their rounding to f16.
     pub(super) fn push(&mut self, row: &[f32]) {
-        let (bits, params) = self.rows.add(width(self.d)).split_at_mut(self.d.div_ceil(4));
+        let (bits, params) = self.rows.add(self.width).split_at_mut(self.d.div_ceil(4));
         let groups = row.chunks(QUANT_GROUP).zip(params.as_chunks_mut::<4>().0);
         for (g, (group, params)) in groups.enumerate() {
             let low = group.iter().copied().fold(f32::INFINITY, f32::min);
@@ -55,16 +58,13 @@ impl TwoBit {
     /// Returns the bytes of a row.
     #[inline(always)]
     pub(super) fn row(&self, row: usize) -> &[u8] {
-        &self.rows[row * width(self.d)..][..width(self.d)]
+        &self.rows[row * self.width..][..self.width]
     }
 
     /// Prefetches a row.
     #[inline(always)]
     pub(super) fn prefetch(&self, row: usize) {
-        let row = self.row(row);
-        prefetch(row);
-        // A row that does not start on a cache line may reach into one more line.
-        prefetch(&row[row.len() - 1..]);
+        prefetch_ends(&self.rows, row, self.width);
     }
 
     /// Dequantises a row: Q s + z for every channel.
@@ -83,13 +83,13 @@ impl TwoBit {
 
     /// Returns the quantised values of all rows, without scales and zero points.
     pub(super) fn bits(&self) -> Vec<u8> {
-        let rows = self.rows.chunks_exact(width(self.d));
+        let rows = self.rows.chunks_exact(self.width);
         rows.flat_map(|row| &row[..self.d.div_ceil(4)]).copied().collect()
     }
 
     /// Returns the scales and zero points of all rows.
     pub(super) fn params(&self) -> Vec<[f16; 2]> {
-        let rows = self.rows.chunks_exact(width(self.d));
+        let rows = self.rows.chunks_exact(self.width);
         let params = rows.flat_map(|row| row[self.d.div_ceil(4)..].as_chunks::<4>().0);
         params.map(|params| pair(*params)).collect()
     }

@@ -128,24 +128,21 @@ impl Simd for Avx512 {
         unsafe { _mm512_mask_xor_ps(v, lanes, v, _mm512_set1_ps(-0.0)) }
     }
 
-    /// One permutation looks up all four values. It reads the low four bits of each index, so the table repeats the
-    /// values.
     #[inline(always)]
-    fn two_bits(self, codes: u32, step: f32, zero: f32) -> __m512 {
+    fn levels(self, pair: [f16; 2]) -> __m512 {
         // SAFETY: see the impl.
-        unsafe {
-            let steps = _mm512_setr4_ps(0.0, 1.0, 2.0, 3.0);
-            let values = self.add(self.mul(steps, self.splat(step)), self.splat(zero));
-            let shifts = _mm512_setr_epi32(0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30);
-            let places = _mm512_srlv_epi32(_mm512_set1_epi32(codes as i32), shifts);
-            _mm512_permutexvar_ps(places, values)
-        }
+        unsafe { _mm512_broadcast_f32x4(levels(pair)) }
     }
 
+    /// A permutation within runs of four lanes, which reads the low two bits of each index.
     #[inline(always)]
-    fn widen_pair(self, pair: [f16; 2]) -> [f32; 2] {
+    fn two_bits(self, codes: u32, levels: __m512) -> __m512 {
         // SAFETY: see the impl.
-        unsafe { widen_pair(pair) }
+        unsafe {
+            let shifts = _mm512_setr_epi32(0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30);
+            let places = _mm512_srlv_epi32(_mm512_set1_epi32(codes as i32), shifts);
+            _mm512_permutevar_ps(levels, places)
+        }
     }
 
     /// Joins the vectors in pairs, so that every addition uses whole registers.
@@ -164,17 +161,22 @@ impl Simd for Avx512 {
     }
 }
 
-/// Implements [`Simd::widen_pair`] with F16C.
+/// Returns the four levels of [`Simd::levels`].
 ///
 /// # Safety
 /// The machine has F16C, and the caller is compiled for it.
 #[inline(always)]
-unsafe fn widen_pair([a, b]: [f16; 2]) -> [f32; 2] {
-    let bits = u32::from(a.to_bits()) | u32::from(b.to_bits()) << 16;
-    let mut out = [0.0; 4];
-    // SAFETY: the caller has the instruction; the array has 16 bytes.
-    unsafe { _mm_storeu_ps(out.as_mut_ptr(), _mm_cvtph_ps(_mm_cvtsi32_si128(bits as i32))) };
-    [out[0], out[1]]
+unsafe fn levels([step, zero]: [f16; 2]) -> __m128 {
+    let bits = u32::from(step.to_bits()) | u32::from(zero.to_bits()) << 16;
+    // SAFETY: the caller has the instructions.
+    unsafe {
+        let pair = _mm_cvtph_ps(_mm_cvtsi32_si128(bits as i32));
+        let (step, zero) = (
+            _mm_shuffle_ps::<0>(pair, pair),
+            _mm_shuffle_ps::<0b01_01_01_01>(pair, pair),
+        );
+        _mm_add_ps(_mm_mul_ps(_mm_setr_ps(0.0, 1.0, 2.0, 3.0), step), zero)
+    }
 }
 
 /// AVX2 with FMA and F16C.
@@ -304,26 +306,27 @@ impl Simd for Avx2 {
         }
     }
 
-    /// As with AVX-512, but the permutation reads the low three bits of each index.
     #[inline(always)]
-    fn two_bits(self, codes: u32, step: f32, zero: f32) -> [__m256; 2] {
+    fn levels(self, pair: [f16; 2]) -> [__m256; 2] {
         // SAFETY: see the impl.
         unsafe {
-            let steps = _mm256_setr_ps(0.0, 1.0, 2.0, 3.0, 0.0, 1.0, 2.0, 3.0);
-            let values = _mm256_add_ps(_mm256_mul_ps(steps, _mm256_set1_ps(step)), _mm256_set1_ps(zero));
-            let shifts = _mm256_setr_epi32(0, 2, 4, 6, 8, 10, 12, 14);
-            let pick = |codes: u32| {
-                let places = _mm256_srlv_epi32(_mm256_set1_epi32(codes as i32), shifts);
-                _mm256_permutevar8x32_ps(values, places)
-            };
-            [pick(codes), pick(codes >> 16)]
+            let levels = levels(pair);
+            [_mm256_set_m128(levels, levels); 2]
         }
     }
 
+    /// As with AVX-512.
     #[inline(always)]
-    fn widen_pair(self, pair: [f16; 2]) -> [f32; 2] {
+    fn two_bits(self, codes: u32, levels: [__m256; 2]) -> [__m256; 2] {
         // SAFETY: see the impl.
-        unsafe { widen_pair(pair) }
+        unsafe {
+            let shifts = _mm256_setr_epi32(0, 2, 4, 6, 8, 10, 12, 14);
+            let pick = |codes: u32, levels: __m256| {
+                let places = _mm256_srlv_epi32(_mm256_set1_epi32(codes as i32), shifts);
+                _mm256_permutevar_ps(levels, places)
+            };
+            [pick(codes, levels[0]), pick(codes >> 16, levels[1])]
+        }
     }
 
     /// As with AVX-512.
