@@ -1,16 +1,17 @@
 #!/usr/bin/env python3
-"""Times decode steps of whole models beside llama.cpp, and puts the loss of the same setting beside the time.
+"""Times decode steps of whole models beside llama.cpp and transformers, and puts the loss of the same setting beside the time.
 
-    python benches/decode_peers.py KVSMITH REAL [--only smollm2,0.6b,1b,4b] [--llama PYTHON] [--rounds 3]
+    python benches/decode_peers.py KVSMITH REAL [--only smollm2,0.6b,1b,4b] [--llama PYTHON] [--transformers PYTHON] [--rounds 3]
 
-REAL is the folder that `make real` made. PYTHON has the package llama-cpp-python (0.3.36); without it, there are no rows of
-llama.cpp. Run it alone: it uses all cores.
+REAL is the folder that `make real` made. The first PYTHON has the package llama-cpp-python (0.3.36), the second one
+transformers (4.57.3) and torch; without them, there are no rows of these programs. Run it alone: it uses all cores.
 
 SmolLM2-135M is timed where its loss is known: at the length, and with the budgets, of rows of docs/results/text.json,
-questions-4096.json and long.json. The other models are shapes with random weights, so no loss is known. kvsmith fills
-its caches with random rows (`kvsmith bench decode`), llama.cpp's with the state of a short prompt, again and again; a
-step of most methods reads as many bytes as after a real prompt (`lfps` and `ctkvr` choose by attention, which is not that of text). The contenders take turns; a row has the median over the rounds, and
-all of them.
+questions-4096.json and long.json; at 1,024 positions with full attention alone. The other models are shapes with random
+weights, so no loss is known. kvsmith and transformers fill their caches with random rows, llama.cpp's is filled with the
+state of a short prompt, again and again; a step of most methods reads as many bytes as after a real prompt (`lfps` and
+`ctkvr` choose by attention, which is not that of text). The contenders take turns; a row has the median over the rounds,
+and all of them.
 
 The script writes docs/results/decode.json after each model; scripts/render.py makes the tables of docs/performance.md from it.
 """
@@ -41,10 +42,14 @@ SHAPES = {
     "4b": ("qwen3-4b", ("q8", "q4"), ("8K", "32K")),
 }
 SHAPE_METHODS, SHAPE_BUDGET = ("full", "wpq", "selfindex", "streaming"), 0.06
+# A context at which SmolLM2 is timed with full attention alone.
+SHORT = 1024
 # The models that llama.cpp runs too: the name of the file, and the shape if the weights are random.
-PEERS = {"smollm2": ("smollm2",), "1b": ("llama-3.2-1b", "llama-3.2-1b")}
-# Types of llama.cpp's weights and cache.
+PEERS = {"smollm2": ("smollm2",), "0.6b": ("qwen3-0.6b", "qwen3-0.6b"), "1b": ("llama-3.2-1b", "llama-3.2-1b"), "4b": ("qwen3-4b", "qwen3-4b")}
+# Types of llama.cpp's weights and cache; with a shape, those whose weights are timed with kvsmith too.
 LLAMA = (("bf16", "f16"), ("q8", "f16"), ("q8", "q8"))
+# Shapes that transformers runs too.
+DRAWN = ("llama-3.2-1b",)
 
 
 def bench(program, *words):
@@ -112,6 +117,16 @@ def llama(python, gguf, context, cache):
     return run
 
 
+def transformers(python, model, context):
+    """Return a function that times transformers: the faster of its two caches."""
+    def run():
+        command = [python, HERE / "transformers_decode.py", model, context]
+        done = subprocess.run(list(map(str, command)), check=True, stdout=subprocess.PIPE, text=True)
+        timed = json.loads(done.stdout.splitlines()[-1])
+        return [{"tokens_per_s": timed["tokens_per_s"], "cache_class": timed["cache"]}]
+    return run
+
+
 def positions(text):
     return int(text[:-1]) * 1024 if str(text).endswith("K") else int(text)
 
@@ -120,7 +135,7 @@ def smollm2(arguments, ggufs):
     """Time SmolLM2 at every setting of the tables."""
     model = ("--model", arguments.real / "model")
     contenders, chosen = [], settings()
-    for context in sorted({setting["context"] for setting in chosen}):
+    for context in sorted({SHORT, *(setting["context"] for setting in chosen)}):
         for weights in ("bf16", "q8"):
             common = {"program": "kvsmith", "model": "smollm2-135m", "weights": weights, "cache": "bf16", "context": context}
             contenders.append(([common | {"method": "full"}], kvsmith(arguments.kvsmith, model, weights, [context], ["full"], 1.0)))
@@ -130,6 +145,9 @@ def smollm2(arguments, ggufs):
         for weights, cache in LLAMA if arguments.llama else ():
             row = {"program": "llama.cpp", "model": "smollm2-135m", "weights": weights, "cache": cache, "context": context, "method": "full"}
             contenders.append(([row], llama(arguments.llama, ggufs[weights], context, cache)))
+        if arguments.transformers:
+            row = {"program": "transformers", "model": "smollm2-135m", "weights": "bf16", "cache": "bf16", "context": context, "method": "full"}
+            contenders.append(([row], transformers(arguments.transformers, arguments.real / "model", context)))
     return in_turns(contenders, arguments.rounds)
 
 
@@ -141,10 +159,14 @@ def shape(arguments, name, ggufs):
         rows = [{"program": "kvsmith", "model": of, "weights": weights, "cache": "bf16", "context": positions(context), "method": method}
                 | ({"budget": SHAPE_BUDGET} if method != "full" else {}) for context in contexts for method in SHAPE_METHODS]
         contenders.append((rows, kvsmith(arguments.kvsmith, ("--shapes", of), weights, contexts, SHAPE_METHODS, SHAPE_BUDGET, runs=3)))
-    for weights, cache in LLAMA if ggufs else ():
-        for context in map(positions, contexts):
-            row = {"program": "llama.cpp", "model": of, "weights": weights, "cache": cache, "context": context, "method": "full"}
-            contenders.append(([row], llama(arguments.llama, ggufs[weights], context, cache)))
+    for context in map(positions, contexts):
+        for weights, cache in LLAMA:
+            if weights in ggufs:
+                row = {"program": "llama.cpp", "model": of, "weights": weights, "cache": cache, "context": context, "method": "full"}
+                contenders.append(([row], llama(arguments.llama, ggufs[weights], context, cache)))
+        if arguments.transformers and of in DRAWN:
+            row = {"program": "transformers", "model": of, "weights": "bf16", "cache": "bf16", "context": context, "method": "full"}
+            contenders.append(([row], transformers(arguments.transformers, of, context)))
     return in_turns(contenders, arguments.rounds)
 
 
@@ -154,20 +176,24 @@ def main():
     parser.add_argument("real", type=Path, help="the folder that `make real` made")
     parser.add_argument("--only", default="smollm2,0.6b,1b,4b", help="models to time (default: all)")
     parser.add_argument("--llama", help="a Python with the package llama-cpp-python")
+    parser.add_argument("--transformers", help="a Python with the packages transformers and torch")
     parser.add_argument("--rounds", type=int, default=3, help="turns of each contender")
     arguments = parser.parse_args()
     version = subprocess.run([arguments.kvsmith, "--version"], check=True, capture_output=True, text=True).stdout.splitlines()
-    peer = {}
+    peers = {}
     if arguments.llama:
-        printed = subprocess.run([arguments.llama, "-c", "import llama_cpp; print(llama_cpp.__version__)"], check=True, capture_output=True, text=True).stdout
-        peer = {"peer": f"llama-cpp-python {printed.strip()}"}
+        peers["llama.cpp"] = f"llama-cpp-python {printed(arguments.llama, 'import llama_cpp; print(llama_cpp.__version__)')}"
         (arguments.real / "lab").mkdir(exist_ok=True)
+    if arguments.transformers:
+        peers["transformers"] = printed(arguments.transformers, "import torch, transformers; print('transformers', transformers.__version__, 'on PyTorch', torch.__version__.split('+')[0])")
     document = documents.load("decode") or {"table": "decode", "runs": [], "rows": []}
     for name in arguments.only.split(","):
-        ggufs = files(arguments.real, PEERS[name]) if arguments.llama and name in PEERS else {}
+        weights = ("bf16", "q8") if name == "smollm2" else SHAPES[name][1]
+        ggufs = files(arguments.real, PEERS[name], weights) if arguments.llama else {}
         rows = smollm2(arguments, ggufs) if name == "smollm2" else shape(arguments, name, ggufs)
         mine = {row["model"] for row in rows}
-        run = {"models": sorted(mine), "program": known_commit(", ".join(version[:2])), "machine": machine(version), "rounds": arguments.rounds} | (peer if ggufs else {})
+        run = {"models": sorted(mine), "program": known_commit(", ".join(version[:2])), "machine": machine(version), "rounds": arguments.rounds,
+               "peers": [said for program, said in peers.items() if any(row["program"] == program for row in rows)]}
         document["runs"] = [of for of in document["runs"] if not mine & set(of["models"])] + [run]
         document["rows"] = [row for row in document["rows"] if row["model"] not in mine] + rows
         order = ["smollm2-135m", *(model for model, _, _ in SHAPES.values())]
@@ -177,10 +203,17 @@ def main():
         documents.save("decode", document)
 
 
-def files(real, words):
+def printed(python, code):
+    """Return what a Python prints."""
+    return subprocess.run([python, "-c", code], check=True, capture_output=True, text=True).stdout.strip()
+
+
+def files(real, words, types):
     """Return the model's GGUF files by type of weights; makes those that are missing."""
     found = {}
-    for weights in ("bf16", "q8"):
+    for weights in types:
+        if weights not in dict(LLAMA):
+            continue
         path = real / "lab" / f"{words[0]}-{weights}.gguf"
         if not path.exists():
             subprocess.run([sys.executable, str(HERE / "llama_gguf.py"), str(real), weights, str(path), *words[1:]], check=True)

@@ -20,7 +20,11 @@ TYPES = {"bf16": (GGMLQuantizationType.BF16, LlamaFileType.MOSTLY_BF16), "q8": (
 OWN = ("GGUF.version", "GGUF.tensor_count", "GGUF.kv_count", "general.architecture", "general.file_type")
 # Layers, hidden channels, channels of the MLP, query heads, KV heads, channels per head, vocabulary; the embedding is also the output
 # projection. As in `kvsmith bench decode --shapes`.
-SHAPES = {"llama-3.2-1b": (16, 2048, 8192, 32, 8, 64, 128_256)}
+SHAPES = {
+    "qwen3-0.6b": (28, 1024, 3072, 16, 8, 128, 151_936),
+    "llama-3.2-1b": (16, 2048, 8192, 32, 8, 64, 128_256),
+    "qwen3-4b": (36, 2560, 9728, 32, 8, 128, 151_936),
+}
 CONTEXT = 1 << 18
 
 
@@ -37,6 +41,10 @@ def main():
         if field.name not in OWN:
             element = field.types[-1] if field.types[0] == GGUFValueType.ARRAY else None
             writer.add_key_value(field.name, own.get(field.name, field.contents()), field.types[0], sub_type=element)
+    if shape:
+        # Of the channels per head, which need not be the hidden channels over the heads, the file of `make real` says nothing.
+        writer.add_key_length(shape[5])
+        writer.add_value_length(shape[5])
     for tensor, values in drawn(shape) if shape else stored(reader):
         if values.ndim < 2:
             writer.add_tensor(tensor, values)

@@ -124,7 +124,7 @@ def usual(row):
     if row["model"] == REAL:
         if row["context"] < 4096 or row["weights"] != "bf16":
             return False
-        return row["method"] in dict(SPEEDS) and (row["method"] == "full" or row["share"] == SHARE) if is_ours else row["cache"] == "f16"
+        return row["method"] in dict(SPEEDS) and (row["method"] == "full" or row["share"] == SHARE) if is_ours else row["cache"] in ("f16", "bf16")
     if row["model"] not in DRAWN or row["context"] < 32768 or row["weights"] != "q8":
         return False
     return row["method"] in ("full", "wpq", "selfindex") if is_ours else row["cache"] == "f16"
@@ -132,7 +132,7 @@ def usual(row):
 
 def of_peer(document):
     """Return the rows of llama.cpp with the real model in bf16."""
-    rows = [row for row in document["rows"] if row["program"] != "kvsmith" and row["model"] == REAL]
+    rows = [row for row in document["rows"] if row["program"] == "llama.cpp" and row["model"] == REAL]
     return [row for row in rows if (row["weights"], row["cache"]) == ("bf16", "f16")]
 
 

@@ -282,15 +282,16 @@ def decode_table(document, tables, shown=lambda row: True):
         loss = "0" if row["method"] == "full" and exact and ours and is_real else decimals("kl", 4)(measured or {})
         is_known = exact and ours and is_real and (measured or row["method"] == "full")
         answered = percent(answered_at(row, tables) if is_known else None)
-        rows.append([row["model"] if is_real else f"{row['model']}, random", row["weights"], f"{row['context']:,}", f"`{row['method']}`" if ours else f"llama.cpp, cache in {row['cache']}", reads, loss,
+        rows.append([row["model"] if is_real else f"{row['model']}, random", row["weights"], f"{row['context']:,}", f"`{row['method']}`" if ours else f"{row['program']}, cache in {row['cache']}", reads, loss,
                      answered, rate])
     head = ["model", "weights", "positions", "method", "read", "KL, nats", "questions answered", "tokens/s (range)"]
     each = {}
     for run in document["runs"]:
         each.setdefault(f"{run['program']}, {run['machine']}, median of {run['rounds']} rounds", []).extend(run["models"])
     machines = "; ".join(f"{', '.join(models)}: {how}" for how, models in each.items())
-    found = dict.fromkeys(run["peer"] for run in document["runs"] if "peer" in run)
-    peers = "".join(f" Beside it {peer}, the better of flash attention on and off." for peer in found)
+    how = {"llama": "the better of flash attention on and off", "trans": "the better of its two caches"}
+    found = dict.fromkeys(peer for run in document["runs"] for peer in run.get("peers", ()))
+    peers = "".join(f" Beside it {peer}, {how[peer[:5]]}." for peer in found)
     return f"{machines}.{peers}\n\n" + filled(head, rows)
 
 

@@ -11,8 +11,9 @@ pub struct Line {
 
 impl Line {
     /// Returns the line through two times; if noise would make it fall, or start below zero, it is made flat or starts
-    /// at zero.
-    pub fn through([x0, x1]: [f64; 2], [t0, t1]: [f64; 2]) -> Self {
+    /// at zero. A time may be a difference of two measured ones: if noise made it negative, it counts as zero.
+    pub fn through([x0, x1]: [f64; 2], times: [f64; 2]) -> Self {
+        let [t0, t1] = times.map(|time| time.max(0.0));
         let slope = ((t1 - t0) / (x1 - x0)).clamp(0.0, t1 / x1);
         Self {
             base: t1 - slope * x1,
@@ -37,5 +38,7 @@ mod tests {
         // With noise, a line neither falls nor starts below zero.
         assert_eq!(Line::through([1.0, 2.0], [5.0, 4.0]).at(9.0), 4.0);
         assert_eq!(Line::through([1.0, 2.0], [1.0, 4.0]).at(4.0), 8.0);
+        assert_eq!(Line::through([1.0, 2.0], [-1.0, -0.5]).at(4.0), 0.0);
+        assert_eq!(Line::through([1.0, 2.0], [-1.0, 4.0]).at(4.0), 8.0);
     }
 }
