@@ -48,8 +48,8 @@ SHORT = 1024
 PEERS = {"smollm2": ("smollm2",), "0.6b": ("qwen3-0.6b", "qwen3-0.6b"), "1b": ("llama-3.2-1b", "llama-3.2-1b"), "4b": ("qwen3-4b", "qwen3-4b")}
 # Types of llama.cpp's weights and cache; with a shape, those whose weights are timed with kvsmith too.
 LLAMA = (("bf16", "f16"), ("q8", "f16"), ("q8", "q8"))
-# Shapes that transformers runs too.
-DRAWN = ("llama-3.2-1b",)
+# Shapes that transformers runs too, and llama.cpp with both types of its cache, of which f16 is the faster one everywhere.
+WHOLLY = ("llama-3.2-1b",)
 
 
 def bench(program, *words):
@@ -161,10 +161,10 @@ def shape(arguments, name, ggufs):
         contenders.append((rows, kvsmith(arguments.kvsmith, ("--shapes", of), weights, contexts, SHAPE_METHODS, SHAPE_BUDGET, runs=3)))
     for context in map(positions, contexts):
         for weights, cache in LLAMA:
-            if weights in ggufs:
+            if weights in ggufs and (cache == "f16" or of in WHOLLY):
                 row = {"program": "llama.cpp", "model": of, "weights": weights, "cache": cache, "context": context, "method": "full"}
                 contenders.append(([row], llama(arguments.llama, ggufs[weights], context, cache)))
-        if arguments.transformers and of in DRAWN:
+        if arguments.transformers and of in WHOLLY:
             row = {"program": "transformers", "model": of, "weights": "bf16", "cache": "bf16", "context": context, "method": "full"}
             contenders.append(([row], transformers(arguments.transformers, of, context)))
     return in_turns(contenders, arguments.rounds)
