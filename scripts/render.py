@@ -219,7 +219,7 @@ def loss_table(found):
 
 def blocks(found):
     """Return the text of each marked block, or None where its document is missing."""
-    made = {"losses": None, "speeds": None, "decode": None, "decode-all": None, "times": found["times"] and sentences.wrapped(sentences.times_sentence(found["times"]), README_WIDTH) + "\n"}
+    made = {"losses": None, "speeds": None, "decode": None, "decode-all": None, "decode-aims": None, "times": found["times"] and sentences.wrapped(sentences.times_sentence(found["times"]), README_WIDTH) + "\n"}
     document, share = headline(found)
     if document:
         sentences.require_other_works(document)
@@ -234,6 +234,7 @@ def blocks(found):
     if found["decode"]:
         made["decode"] = tables.decode_table(found["decode"], found, pictures.usual)
         made["decode-all"] = tables.decode_table(found["decode"], found)
+        made["decode-aims"] = tables.decode_aims(found["decode"])
         words = "Tokens per second against the length of the context, for full attention and for methods that read a tenth of the cache"
         made["speeds"] = "\n".join([picture("speed", words, "docs/pictures/"), sentences.wrapped(sentences.speed_sentence(found["decode"], found), README_WIDTH) + "\n"])
     made["equal-time-said"] = found["equal-time"] and sentences.wrapped(sentences.equal_time_sentence(found["equal-time"])) + "\n"

@@ -274,7 +274,7 @@ class Results(Lab):
         mean, path = self.form(corpus, "wpq", "--wpq-center mean"), self.form(corpus, "wpq", "--wpq-center path")
         both = [manifest_of(of)["quality"]["wpq"] for of in (mean, path)]
         if both[1] != manifest_of(artifact)["quality"]["wpq"]:
-            fail("the section wpq of a dump differs from that of calibrate", "the two forms would differ in more than the centre")
+            fail("the section wpq of a dump differs from that of calibrate", "the two forms would differ in more than the center")
         rows = [{"layer": layer, "kv_head": head, "mean": of_mean, "path": of_path}
                 for layer, pair in enumerate(zip(*both)) for head, (of_mean, of_path) in enumerate(zip(*pair))]
         keys = ("variance", "held_out_inertia")

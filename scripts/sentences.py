@@ -253,7 +253,7 @@ def speed_sentence(document, found):
     beside = f" (llama.cpp {peer:.0f})" if peer else ""
     said = (f"SmolLM2-135M on {where}, {longest:,} positions, tokens per second: full attention {rate['full']:.0f}{beside}; at {100 * pictures.SHARE:.0f}% of the bytes {listed(others)}. "
             "`streaming` keeps fixed positions.")
-    drawn = {row["method"]: row for row in document["rows"] if (row["model"], row["weights"], row["context"]) == ("qwen3-0.6b", "bf16", 32768)}
+    drawn = {row["method"]: row for row in document["rows"] if (row["program"], row["model"], row["weights"], row["context"]) == ("kvsmith", "qwen3-0.6b", "bf16", 32768)}
     if drawn:
         same = ", on the same CPU," if machine == next(run["machine"] for run in document["runs"] if "qwen3-0.6b" in run["models"]) else ""
         times = listed([f"{drawn[method]['tokens_per_s'] / drawn['full']['tokens_per_s']:.1f} times with `{method}` (reading {100 * drawn[method]['bytes_read_fraction']:.0f}%)" for method in ("wpq", "selfindex")])

@@ -295,6 +295,38 @@ def decode_table(document, tables, shown=lambda row: True):
     return f"{machines}.{peers}\n\n" + filled(head, rows)
 
 
+# What the project asked of itself: a name, the rows that are compared as (model, weights, positions, method, share), and the least ratio of the first to the
+# second. The program is kvsmith, or llama.cpp with its faster cache where the method is named so.
+AIMS = (
+    ("full attention over llama.cpp, SmolLM2-135M in bf16", [(("smollm2-135m", "bf16", n, "full", None), ("smollm2-135m", "bf16", n, "llama.cpp", None), least) for n, least in ((1024, 1.05), (4096, 1.2), (8192, 1.2))]),
+    ("`wpq` over full attention", [(("smollm2-135m", "bf16", 8192, "wpq", 0.05), ("smollm2-135m", "bf16", 8192, "full", None), 1.4)]),
+    ("`wpq` over full attention, weights in q8", [(("smollm2-135m", "q8", 8192, "wpq", 0.05), ("smollm2-135m", "q8", 8192, "full", None), 1.5)]),
+    ("`wpq` with weights in q8 over full attention with weights in bf16", [(("smollm2-135m", "q8", 8192, "wpq", 0.05), ("smollm2-135m", "bf16", 8192, "full", None), 2.0)]),
+    ("`wpq` over `streaming`, which reads the same rows and chooses nothing", [(("smollm2-135m", "bf16", n, "wpq", share), ("smollm2-135m", "bf16", n, "streaming", share), 0.9) for n, share in ((4096, 0.1), (8192, 0.05))]),
+    ("`wpq` never below full attention, 10% of the bytes", [(("smollm2-135m", "bf16", n, "wpq", 0.1), ("smollm2-135m", "bf16", n, "full", None), 1.0) for n in (3072, 4096, 8192)]),
+    ("`wpq` over llama.cpp, shape of Llama-3.2-1B, q8", [(("llama-3.2-1b", "q8", n, "wpq", None), ("llama-3.2-1b", "q8", n, "llama.cpp", None), least) for n, least in ((32768, 3.0), (131072, 5.0))]),
+)
+
+
+def decode_aims(document):
+    """Return what the speeds of whole models were to reach, and what they reach."""
+    def rate(model, weights, positions, method, share):
+        program, method = ("llama.cpp", "full") if method == "llama.cpp" else ("kvsmith", method)
+        found = [row["tokens_per_s"] for row in document["rows"]
+                 if (row["program"], row["model"], row["weights"], row["context"], row["method"]) == (program, model, weights, positions, method) and (share is None or row.get("share") == share)]
+        return max(found, default=None)
+
+    rows = []
+    for name, compared in AIMS:
+        for first, second, least in compared:
+            rates = rate(*first), rate(*second)
+            if None not in rates:
+                ratio = rates[0] / rates[1]
+                share = f", {100 * first[4]:.0f}%" if first[4] else ""
+                rows.append([name, f"{first[2]:,}{share}", f"{rates[0]:.1f} / {rates[1]:.1f}", f"{ratio:.2f}", f"{least}", "yes" if ratio >= least else "no"])
+    return filled(["tokens/s", "positions", "measured", "ratio", "aim", "met"], rows)
+
+
 def scores(row):
     """Return the mean scores of the lines of a row of questions, or None for a row of an earlier version, which lacks them."""
     return [float(np.mean(line)) for line in row["scores_by_line"]] if "scores_by_line" in row else None

@@ -331,6 +331,16 @@ class Pages(unittest.TestCase):
         self.assertIn("| smollm2-135m | bf16 | 8,192 | `wpq` | 10.0% | 0.0027 | 20.0 (19.0 to 21.0) |", text)
         self.assertIn("| smollm2-135m | bf16 | 8,192 | llama.cpp, cache in f16 | 100% |  | 20.0 (19.0 to 21.0) |", text)
 
+    def test_aims_compare_the_rows_that_they_name(self):
+        row = {"program": "kvsmith", "model": "smollm2-135m", "weights": "bf16", "context": 8192, "method": "full", "tokens_per_s": 60.0}
+        rows = [row, row | {"method": "wpq", "share": 0.05, "tokens_per_s": 84.0}, row | {"method": "wpq", "share": 0.1, "tokens_per_s": 59.0},
+                row | {"method": "streaming", "share": 0.05, "tokens_per_s": 100.0}, row | {"program": "llama.cpp", "tokens_per_s": 40.0},
+                row | {"program": "llama.cpp", "tokens_per_s": 50.0}, row | {"program": "transformers", "tokens_per_s": 90.0}]
+        lines = tables.decode_aims({"rows": rows}).splitlines()[2:]
+        met = [[cell.strip() for cell in line.split("|")[2:-1]] for line in lines]
+        self.assertEqual(met, [["8,192", "60.0 / 50.0", "1.20", "1.2", "yes"], ["8,192, 5%", "84.0 / 60.0", "1.40", "1.4", "yes"],
+                               ["8,192, 5%", "84.0 / 100.0", "0.84", "0.9", "no"], ["8,192, 10%", "59.0 / 60.0", "0.98", "1.0", "no"]])
+
     def test_pictures_show_what_was_measured(self):
         rows = [{"method": method, "form": "", "share": share, "kl": kl, "kl_by_block": [kl] * 20, "bytes_read_fraction": share}
                 for method, kl in (("wpq", 0.01), ("streaming", 0.1)) for share in (0.1, 0.2)]
@@ -347,6 +357,12 @@ class Pages(unittest.TestCase):
         self.assertIn("SmolLM2-135M on A, 2 threads, 8,192 positions, tokens per second: full attention 20; at 10% of the bytes `wpq` 25 (1.2 times).", sentences.speed_sentence(document, {}))
         losses = {"long": {"rows": [{"method": "wpq", "form": "", "share": 0.1, "budget": 0.1, "kl": 0.0027}]}}
         self.assertIn("`wpq` 25 (1.2 times, KL 0.0027).", sentences.speed_sentence(document, losses))
+        # A peer's full attention is not ours.
+        shape = {"program": "kvsmith", "model": "qwen3-0.6b", "weights": "bf16", "context": 32768, "rounds": [1.0], "method": "full", "tokens_per_s": 5.0}
+        more = [shape, *(shape | {"method": method, "bytes_read_fraction": 0.07, "tokens_per_s": 12.5} for method in ("wpq", "selfindex")),
+                shape | {"program": "llama.cpp", "tokens_per_s": 2.5}]
+        runs = [*document["runs"], document["runs"][0] | {"models": ["qwen3-0.6b"]}]
+        self.assertIn("2.5 times with `wpq` (reading 7%)", sentences.speed_sentence({"rows": rows + more, "runs": runs}, {}))
         drawn = pictures.speeds(document, pictures.THEMES["light"])
         # Two marks of full attention, and the one of wpq at this share.
         self.assertIn(">wpq<", drawn)
