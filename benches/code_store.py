@@ -35,10 +35,10 @@ def rounded(x, bits):
 
 def signed(x, bits):
     """Rounds rows [n, d] to signs about the channel's median and magnitudes, relative to its largest, at 2^bits levels."""
-    centre = np.median(x, 0)
-    left = x - centre
+    center = np.median(x, 0)
+    left = x - center
     scale = np.abs(left).max(0)
-    return centre + np.where(left > 0, 1, -1) * scale * rounded(np.abs(left) / scale, bits)
+    return center + np.where(left > 0, 1, -1) * scale * rounded(np.abs(left) / scale, bits)
 
 
 def forms(keys, space, quantiser):

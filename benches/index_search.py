@@ -222,13 +222,13 @@ class Signs:
     def __init__(self, keys):
         d = keys.shape[1]
         self.bits, self.fixed = [d], 64 * d
-        centred = (keys - np.median(keys, 0)).reshape(len(keys), d // 4, 4)
-        self.patterns = ((centred > 0) * np.array([1, 2, 4, 8])).sum(-1)
+        centered = (keys - np.median(keys, 0)).reshape(len(keys), d // 4, 4)
+        self.patterns = ((centered > 0) * np.array([1, 2, 4, 8])).sum(-1)
         self.centroids = np.zeros((d // 4, 16, 4), np.float32)
         for j in range(d // 4):
             counts = np.maximum(np.bincount(self.patterns[:, j], minlength=16), 1)
             for c in range(4):
-                sums = np.bincount(self.patterns[:, j], centred[:, j, c], minlength=16)
+                sums = np.bincount(self.patterns[:, j], centered[:, j, c], minlength=16)
                 self.centroids[j, :, c] = sums / counts
 
     def scores(self, q, n):

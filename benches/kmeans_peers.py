@@ -67,14 +67,14 @@ def arguments():
 
 
 def make_points(np, kind, n, d, seed):
-    """Makes centred float32 points: a round mixture, or points with a decaying spectrum, like whitened keys."""
+    """Makes centered float32 points: a round mixture, or points with a decaying spectrum, like whitened keys."""
     rng = np.random.default_rng(seed)
     if kind == "mixture":
-        centres = rng.standard_normal((max(2, n // 40), d))
-        x = centres[rng.integers(0, len(centres), n)] + 0.7 * rng.standard_normal((n, d))
+        centers = rng.standard_normal((max(2, n // 40), d))
+        x = centers[rng.integers(0, len(centers), n)] + 0.7 * rng.standard_normal((n, d))
     else:
-        centres = rng.standard_normal((64, d))
-        x = 0.7 * centres[rng.integers(0, 64, n)] + rng.standard_normal((n, d))
+        centers = rng.standard_normal((64, d))
+        x = 0.7 * centers[rng.integers(0, 64, n)] + rng.standard_normal((n, d))
         rotation, _ = np.linalg.qr(rng.standard_normal((d, d)))
         x = (x * np.arange(1, d + 1) ** -0.5) @ rotation
     return (x - x.mean(0)).astype(np.float32)

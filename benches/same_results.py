@@ -79,7 +79,7 @@ def calibration():
     calibrate = f"calibrate --model model {TEXT} --wrope-position 1024 --json"
     yield Case("calibrate", f"{calibrate} --max-tokens 8192 --uuid-tokens 2048 --size 256 -v -o art.st", quick=True, makes=True)
     small = f"{calibrate} --max-tokens 3072 --uuid-tokens 0 --size 64"
-    yield Case("calibrate, plain metric, mean centre, seed 7", f"{small} --metric plain --center mean --seed 7 -o plain.st")
+    yield Case("calibrate, plain metric, mean center, seed 7", f"{small} --metric plain --center mean --seed 7 -o plain.st")
     yield Case("calibrate, standard RoPE, nothing held out", f"{small} --rope standard --holdout 0 -o standard.st")
     yield Case("calibrate, few passes, least gain, one thread", f"{small} --iterations 4 --min-gain 0.01 --threads 1 -o few.st")
     yield Case("calibrate with a work folder", f"{small} --work work -o worked.st")
@@ -103,7 +103,7 @@ def calibration():
         yield Case(f"codebook of {kind}, other moments", f"codebook {dump} --size 32 --moments moments-{kind}.st -o b-{kind}.st")
         yield Case(f"codebook of {kind}, standard RoPE", f"codebook {dump} --size 32 --moments standard-{kind}.st -o c-{kind}.st --json")
         yield Case(f"signs of {kind}", f"signs {dump} -o sign-{kind}.st", makes=True)
-        yield Case(f"signs of {kind}, mean centre", f"signs {dump} --center mean -o mean-{kind}.st --json")
+        yield Case(f"signs of {kind}, mean center", f"signs {dump} --center mean -o mean-{kind}.st --json")
         yield Case(f"priors of {kind}", f"priors {dump} -o lfps-{kind}.st", makes=True)
         parts = f"lfps-{kind}.st a2ats-{kind}.st sign-{kind}.st"
         yield Case(f"pack {kind}", f"pack {parts} --model model -o packed-{kind}.st --json", makes=True)
@@ -139,7 +139,7 @@ def runs():
         yield Case(f"run {more}".strip(), f"{base} {prompt} {more} --trace t.jsonl")
     for method, file in [("a2ats", "standard"), ("a2ats", "plain"), ("selfindex", "plain"), ("lfps", "packed-bf16"), ("lfps", "lfps-f32")]:
         yield Case(f"run {method} with {file}", f"{bare} {prompt} --method {method} --artifact {file}.st --kv bf16 --trace t.jsonl")
-    yield Case("run selfindex, mean centre, 2bit", f"{bare} {prompt} --method selfindex --artifact plain.st --kv 2bit --center mean --trace t.jsonl")
+    yield Case("run selfindex, mean center, 2bit", f"{bare} {prompt} --method selfindex --artifact plain.st --kv 2bit --center mean --trace t.jsonl")
     for more in ["--seed 1", "--seed 2", "--top-p 0.8", "--method random --seed 5", "--threads 1"]:
         yield Case(f"run, sampled, {more}", f"{base} {prompt} --temperature 0.9 {more} --json", more == "--seed 1")
     yield Case("run, not ignoring stop tokens", f"run --model model {prompt} --max-new 40 --temperature 1.5 -v")

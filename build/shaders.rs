@@ -1,4 +1,4 @@
-//! Reads the compute shaders of `shaders/` and writes the Rust file that `src/compute/gpu/kernels.rs`
+//! Reads the compute shaders of `shaders/` and writes the Rust file that `src/compute/wgpu/kernels.rs`
 //! includes: for each entry point a struct of its parameters and buffers.
 
 use std::collections::BTreeSet;

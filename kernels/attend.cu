@@ -4,11 +4,11 @@
 
 template <bool BF, u32 D>
 struct PlainRows {
-    static constexpr bool BFLOAT = BF, CENTRED = false;
+    static constexpr bool BFLOAT = BF, CENTERED = false;
     const u16 *keys, *values;
 
     DEVICE float weight(u32) const { return 1; }
-    DEVICE float centre(u32) const { return 0; }
+    DEVICE float center(u32) const { return 0; }
 
     DEVICE void fill_keys(u16* to, const Attended& span, u32 start, u32 end) const { fill(to, keys, span, start, end); }
     DEVICE void fill_values(u16* to, const Attended& span, u32 start, u32 end) const { fill(to, values, span, start, end); }

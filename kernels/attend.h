@@ -159,7 +159,7 @@ UNROLL
 }
 
 // Attends a block's share of the positions with 128 threads. `Store` fills tiles of K and V, `[ITEMS,PITCH]` each, and
-// tells, per channel, how its stored keys relate to the true ones: k = centre + weight * stored. Two tiles of each have
+// tells, per channel, how its stored keys relate to the true ones: k = center + weight * stored. Two tiles of each have
 // a place, which is filled again as soon as all warps are done with it, so that the memory is never idle.
 template <class Store, u32 D>
 DEVICE void attend(const Store& store, u16* shared, const float* queries, const u32* spans, const u32* lists,
@@ -174,7 +174,7 @@ DEVICE void attend(const Store& store, u16* shared, const float* queries, const 
 
     // Weights may have any size, so the weighted queries are scaled to magnitudes of at most one.
     float scales[2] = {scale, scale}, offsets[2] = {0, 0}, unit[2] = {1, 1};
-    if (Store::CENTRED) {
+    if (Store::CENTERED) {
 UNROLL
         for (u32 i = 0; i < 2; i++) {
             u32 row = lane() / 4 + i * 8;
@@ -182,7 +182,7 @@ UNROLL
             for (u32 c = lane() % 4; c < D && row < r; c += 4) {
                 float v = queries[row * D + c];
                 largest = fmaxf(largest, fabsf(v * store.weight(c)));
-                offset = fmaf(v, store.centre(c), offset);
+                offset = fmaf(v, store.center(c), offset);
             }
 UNROLL
             for (u32 step = 1; step < 4; step *= 2) {
@@ -201,7 +201,7 @@ UNROLL
         for (u32 i = 0; i < 4; i++) {
             u32 row = lane() / 4 + i % 2 * 8, c = step * 16 + i / 2 * 8 + lane() % 4 * 2;
             float low = row < r ? queries[row * D + c] : 0.0f, high = row < r ? queries[row * D + c + 1] : 0.0f;
-            if (Store::CENTRED) {
+            if (Store::CENTERED) {
                 low *= store.weight(c) * unit[i % 2];
                 high *= store.weight(c + 1) * unit[i % 2];
             }

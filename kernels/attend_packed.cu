@@ -5,12 +5,12 @@
 
 template <u32 D>
 struct PackedRows {
-    static constexpr bool BFLOAT = false, CENTRED = true;
+    static constexpr bool BFLOAT = false, CENTERED = true;
     PackedArrays of;
     u32 d, pitch, n_full, is_signed;
 
     DEVICE float weight(u32 c) const { return c < d ? of.alpha[c] : 0.0f; }
-    DEVICE float centre(u32 c) const { return c < d ? of.centre[c] : 0.0f; }
+    DEVICE float center(u32 c) const { return c < d ? of.centers[c] : 0.0f; }
 
     // Dequantise a tile, two threads per row. Beyond the last item they dequantise the last item again.
     DEVICE void fill_keys(u16* to, const Attended& span, u32 start, u32 end) const {
@@ -58,7 +58,7 @@ UNROLL
 
 #define PACKED_PARAMETERS                                                                                       \
     const float *queries, const u32 *signs, const u16 *key_bits, const u16 *value_bits, const u32 *key_params,  \
-        const u32 *value_params, const float *centre, const float *alpha, const u32 *full,                      \
+        const u32 *value_params, const float *centers, const float *alpha, const u32 *full,                      \
         const u32 *full_count, const u16 *full_keys, const u16 *full_values, const u32 *spans,                  \
         OPTIONAL const u32 *lists, OPTIONAL const u32 *listed, float *outs, float *sums, float scale, u32 r,    \
         u32 d, u32 pitch, u32 capacity, u32 most, u32 is_signed
@@ -67,7 +67,7 @@ UNROLL
     u64 at = blockIdx.z * gridDim.y + blockIdx.y, first = at * capacity, groups = (d + 31) / 32;                \
     PackedRows<D> rows = {{signs + first * (pitch / 4), key_bits + first * (d / 8),                             \
                            value_bits + first * (d / 8), key_params + first * groups,                           \
-                           value_params + first * groups, centre + at * d, alpha + at * d, full + at * FULL,    \
+                           value_params + first * groups, centers + at * d, alpha + at * d, full + at * FULL,    \
                            full_count + at, full_keys + at * FULL * d, full_values + at * FULL * d},            \
                           d, pitch, smaller(full_count[at], FULL), is_signed};                                  \
     attend<PackedRows<D>, D>(rows, shared, queries, spans, lists, listed, outs, sums, scale, r, most)

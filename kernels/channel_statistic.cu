@@ -65,12 +65,12 @@ KERNEL(256, 1, channel_ranked, const float* x, float* out, u32 n, u32 w, u32 fir
     out[blockIdx.y * w + channel] = __uint_as_float(key & 0x80000000u ? key ^ 0x80000000u : ~key);
 }
 
-// Subtracts centre `[b,w]` from rows first..first + count.
-KERNEL(256, 1, subtract, float* x, const float* centre, u32 n, u32 w, u32 first, u32 count) {
+// Subtracts center `[b,w]` from rows first..first + count.
+KERNEL(256, 1, subtract, float* x, const float* centers, u32 n, u32 w, u32 first, u32 count) {
     wait_for_earlier();
     u64 i = (u64)blockIdx.x * 256 + threadIdx.x;
     if (i >= (u64)count * w) return;
-    x[((u64)blockIdx.y * n + first) * w + i] -= centre[blockIdx.y * w + i % w];
+    x[((u64)blockIdx.y * n + first) * w + i] -= centers[blockIdx.y * w + i % w];
 }
 
 // Sums the squares of runs of 2^16 values per head in f64: out `[b,runs]`.

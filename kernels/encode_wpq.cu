@@ -42,7 +42,7 @@ DEVICE u32 nearest_word(const float* z, const u16* words, const float* norms, co
     return 0xffffffffu - (u32)best;
 }
 
-// Projects the centred keys in x `[ENCODED,padded]` by map `[padded,channels]`: z `[ENCODED,channels]`.
+// Projects the centered keys in x `[ENCODED,padded]` by map `[padded,channels]`: z `[ENCODED,channels]`.
 DEVICE void project_keys(const float* x, const float* map, float* z, u32 count, u32 padded, u32 channels) {
     u32 parts = (count + ENCODED_AT_ONCE - 1) / ENCODED_AT_ONCE;
     for (u32 i = threadIdx.x; i < parts * channels; i += 256) {

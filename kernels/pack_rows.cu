@@ -9,18 +9,18 @@ constexpr u32 QUANT_GROUP = 32;
 constexpr float LEAST_STEP = 1e-8f;
 
 // Stores the last m rows `[b,g,m,w]`, of which the first d channels are used: bits `[b,g,capacity,d/4]` bytes, params
-// `[b,g,capacity,groups]`. For keys, centre and alpha are `[b,g,d]`; for values they are null. With is_signed, only the
+// `[b,g,capacity,groups]`. For keys, center and alpha are `[b,g,d]`; for values they are null. With is_signed, only the
 // magnitudes of keys are stored. lens `[b]` already counts the rows. Each warp has a group of a row; d is a multiple of
 // 4.
-KERNEL(256, 1, pack_rows, const float* rows, OPTIONAL const float* centre, OPTIONAL const float* alpha,
+KERNEL(256, 1, pack_rows, const float* rows, OPTIONAL const float* centers, OPTIONAL const float* alpha,
        const u32* lens, u8* bits, u32* params, u32 is_signed, u32 m, u32 d, u32 w, u32 capacity) {
     wait_for_earlier();
     u32 at = blockIdx.z * gridDim.y + blockIdx.y, groups = (d + QUANT_GROUP - 1) / QUANT_GROUP;
     u32 i = blockIdx.x * 8 + warp(), row = i / groups, c = i % groups * QUANT_GROUP + lane();
     if (row >= m) return;
     float x = c < d ? rows[((u64)at * m + row) * w + c] : 0.0f;
-    if (centre && c < d) {
-        x = (x - centre[at * d + c]) / alpha[at * d + c];
+    if (centers && c < d) {
+        x = (x - centers[at * d + c]) / alpha[at * d + c];
         if (is_signed) x = fabsf(x);
     }
     float low = c < d ? x : -minus_infinity(), high = c < d ? x : minus_infinity();

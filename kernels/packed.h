@@ -2,8 +2,8 @@
 //
 // Per KV head: signs as in select_signs.cu; bits of keys and values, `[capacity,d/4]` bytes, lowest bits first; params
 // `[capacity,groups]` with groups = ceil(d/32), an f16 scale in the low half and an f16 zero point in the high half;
-// centre and alpha `[d]`. The full-precision tokens are at the ascending positions full `[FULL]`; their rows are in
-// full_keys (minus the centre) and full_values, `[FULL,d]` f16.
+// center and alpha `[d]`. The full-precision tokens are at the ascending positions full `[FULL]`; their rows are in
+// full_keys (minus the center) and full_values, `[FULL,d]` f16.
 #pragma once
 #include "tensor.h"
 
@@ -11,7 +11,7 @@ struct PackedArrays {
     const u32* signs;
     const u16 *key_bits, *value_bits;
     const u32 *key_params, *value_params;
-    const float *centre, *alpha;
+    const float *centers, *alpha;
     const u32 *full, *full_count;
     const u16 *full_keys, *full_values;
 

@@ -6,8 +6,8 @@
 #include "tensor.h"
 
 // Widens rows `[heads,stride,pitch]` of type f32 (kind 0), f16 (1) or bf16 (2) to x, with zeros from channel d on.
-// Subtracts a centre `[heads,d]` unless it is null.
-KERNEL(256, 1, widen_rows, const void* rows, OPTIONAL const float* centre, float* x, u32 kind, u32 stride, u32 pitch,
+// Subtracts a center `[heads,d]` unless it is null.
+KERNEL(256, 1, widen_rows, const void* rows, OPTIONAL const float* centers, float* x, u32 kind, u32 stride, u32 pitch,
        u32 n, u32 d, u32 w) {
     wait_for_earlier();
     u64 i = (u64)blockIdx.x * 256 + threadIdx.x, row = i / w, at = blockIdx.y;
@@ -19,7 +19,7 @@ KERNEL(256, 1, widen_rows, const void* rows, OPTIONAL const float* centre, float
         if (kind == 0) v = ((const float*)rows)[from];
         if (kind == 1) v = widen<false>(((const u16*)rows)[from]);
         if (kind == 2) v = widen<true>(((const u16*)rows)[from]);
-        if (centre) v -= centre[at * d + c];
+        if (centers) v -= centers[at * d + c];
     }
     x[(at * n + row) * w + c] = v;
 }
@@ -108,13 +108,13 @@ KERNEL(256, 1, sign_centroids, const u64* sums, const u32* counts, const u32* la
     centroids[first + i] = (float)mean;
 }
 
-// Stores the rows of the positions full `[heads,FULL]` in f16, out `[heads,FULL,d]`; centre `[heads,d]` is subtracted
+// Stores the rows of the positions full `[heads,FULL]` in f16, out `[heads,FULL,d]`; center `[heads,d]` is subtracted
 // from keys, and is null for values. Each block has a row.
-KERNEL(128, 1, keep_full, const float* x, OPTIONAL const float* centre, const u32* full, const u32* full_count,
+KERNEL(128, 1, keep_full, const float* x, OPTIONAL const float* centers, const u32* full, const u32* full_count,
        u16* out, u32 n, u32 d, u32 w) {
     wait_for_earlier();
     u32 at = blockIdx.y, i = blockIdx.x, c = threadIdx.x;
     if (i >= full_count[at] || c >= d) return;
     float v = x[((u64)at * n + full[at * FULL + i]) * w + c];
-    out[((u64)at * FULL + i) * d + c] = to_half(centre ? v - centre[at * d + c] : v);
+    out[((u64)at * FULL + i) * d + c] = to_half(centers ? v - centers[at * d + c] : v);
 }

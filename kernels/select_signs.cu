@@ -118,16 +118,16 @@ UNROLL
     add_histogram(own, histograms + (u64)at * 3 * BINS);
 }
 
-// Stores the sign bits of the last m rows `[b,g,m,w]`, of which the first d channels are used, relative to centre
+// Stores the sign bits of the last m rows `[b,g,m,w]`, of which the first d channels are used, relative to center
 // `[b,g,d]`; zero counts as negative. lens `[b]` already counts these rows. Each thread makes one word.
-KERNEL(256, 1, append_signs, const float* rows, const float* centre, const u32* lens, u32* signs, u32 m, u32 d, u32 w,
+KERNEL(256, 1, append_signs, const float* rows, const float* centers, const u32* lens, u32* signs, u32 m, u32 d, u32 w,
        u32 pitch, u32 capacity) {
     wait_for_earlier();
     u32 at = blockIdx.z * gridDim.y + blockIdx.y, i = blockIdx.x * 256 + threadIdx.x, words = pitch / 4;
     if (i >= m * words) return;
     u32 row = i / words, word = i % words, bits = 0;
     for (u32 c = word * 32; c < smaller(d, word * 32 + 32); c++) {
-        float x = rows[((u64)at * m + row) * w + c] - centre[at * d + c];
+        float x = rows[((u64)at * m + row) * w + c] - centers[at * d + c];
         bits |= (u32)(x > 0) << (c % 32);
     }
     signs[((u64)at * capacity + lens[blockIdx.z] - m + row) * words + word] = bits;

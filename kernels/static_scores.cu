@@ -20,7 +20,7 @@ struct FloatKeys {
     DEVICE void load(float (&out)[8], u32 p, u32 c) const { load_eight(out, keys, (first + p) * w + c, kind); }
 };
 
-// Keys in 2 bits, with the centre added.
+// Keys in 2 bits, with the center added.
 struct PackedKeys {
     PackedArrays of;
     u32 d, pitch, n_full, is_signed;
@@ -35,7 +35,7 @@ UNROLL
             float x = fmaf((float)(bits >> (2 * i) & 3), step, zero) * of.alpha[c + i];
             if (is_signed && !(sign >> i & 1)) x = -x;
             if (slot < n_full) x = widen<false>(of.full_keys[slot * d + c + i]);
-            out[i] = of.centre[c + i] + x;
+            out[i] = of.centers[c + i] + x;
         }
     }
 };
@@ -110,7 +110,7 @@ KERNEL(256, 1, static_scores, const float* queries, const void* keys, const u32*
 
 // d is a multiple of 8.
 KERNEL(256, 1, static_scores_packed, const float* queries, const u32* signs, const u16* key_bits,
-       const u32* key_params, const float* centre, const float* alpha, const u32* full, const u32* full_count,
+       const u32* key_params, const float* centers, const float* alpha, const u32* full, const u32* full_count,
        const u16* full_keys, const u32* spans, float* parts, float scale, u32 r, u32 d, u32 pitch, u32 capacity,
        u32 n_parts, u32 is_signed) {
     wait_for_earlier();
@@ -118,7 +118,7 @@ KERNEL(256, 1, static_scores_packed, const float* queries, const u32* signs, con
     PackedArrays arrays = {};
     arrays.signs = signs + first * (pitch / 4), arrays.key_bits = key_bits + first * (d / 8);
     arrays.key_params = key_params + first * ((d + 31) / 32);
-    arrays.centre = centre + at * d, arrays.alpha = alpha + at * d;
+    arrays.centers = centers + at * d, arrays.alpha = alpha + at * d;
     arrays.full = full + at * FULL, arrays.full_keys = full_keys + at * FULL * d;
     PackedKeys rows = {arrays, d, pitch, smaller(full_count[at], FULL), is_signed};
     static_softmax(rows, queries, spans, parts, scale, r, d, d, n_parts);

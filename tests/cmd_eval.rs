@@ -848,13 +848,13 @@ fn other_flags_beside_a_method_give_what_they_give_alone() {
     assert_ne!(together_rows[0]["recall"], together_rows[3]["recall"]);
     // The flag in the quotes is the default. That of the caches, outside, applies to both rows.
     let same = "selfindex --sign-centroids one-pass";
-    let centred = |center: &str| {
+    let centered = |center: &str| {
         rows(&eval(
             &format!("--methods selfindex --budgets 6 {center}"),
             &[same],
         ))
     };
-    let (mean, median) = (centred("--center mean"), centred(""));
+    let (mean, median) = (centered("--center mean"), centered(""));
     assert_eq!(mean[0]["output_error"], mean[1]["output_error"]);
     assert_ne!(mean[0]["output_error"], median[0]["output_error"]);
     let pairs = together["differences"].as_array().unwrap();

@@ -398,7 +398,7 @@ fn a_2_bit_cache_has_its_size() {
         for method in ["selfindex", "full", "lfps"] {
             let (short, long) = (bytes(100, method), bytes(164, method));
             assert_eq!(long - short, 64 * layers * g * row, "{name} {method}");
-            // Besides: 64 positions in half precision with their numbers, centre and scale.
+            // Besides: 64 positions in half precision with their numbers, center and scale.
             let fixed = layers * g * (2 * 64 * (2 * d + 4) + 2 * 4 * d);
             assert_eq!(short, 101 * layers * g * row + fixed, "{name} {method}");
         }

@@ -90,8 +90,8 @@ fn the_section_is_what_its_definition_says() {
                 let sum: f64 = kept.iter().map(|i| f64::from(keys[[*i, c]])).sum();
                 close(*mean, sum / kept.len() as f64, size);
             }
-            // Every block turns from position 0 and has its own centre.
-            let mut centred: Vec<Vec<f64>> = Vec::new();
+            // Every block turns from position 0 and has its own center.
+            let mut centered: Vec<Vec<f64>> = Vec::new();
             for block in dump.corpus.block_start.windows(2) {
                 let start = block[0] as usize;
                 let rows: Vec<usize> = kept
@@ -114,24 +114,24 @@ fn the_section_is_what_its_definition_says() {
                     continue;
                 }
                 let channel = |c: usize| rotated.iter().map(move |k| f64::from(k[c]));
-                let centre: Vec<f64> = (0..d)
+                let centers: Vec<f64> = (0..d)
                     .map(|c| match center {
                         "median" => ranked(channel(c), |n| (n - 1) / 2),
                         _ => channel(c).sum::<f64>() / rotated.len() as f64,
                     })
                     .collect();
-                centred.extend(
+                centered.extend(
                     rotated
                         .iter()
-                        .map(|k| (0..d).map(|c| f64::from(k[c]) - centre[c]).collect()),
+                        .map(|k| (0..d).map(|c| f64::from(k[c]) - centers[c]).collect()),
                 );
             }
             for c in 0..d {
-                let n = centred.len();
+                let n = centered.len();
                 let rank = (n as f64 * 0.999).ceil() as usize - 1;
                 close(
                     alpha[at * d + c],
-                    ranked(centred.iter().map(|k| k[c].abs()), |_| rank),
+                    ranked(centered.iter().map(|k| k[c].abs()), |_| rank),
                     size,
                 );
             }
@@ -142,7 +142,7 @@ fn the_section_is_what_its_definition_says() {
                         .sum::<usize>()
                 };
                 for p in 0..16 {
-                    let members: Vec<&Vec<f64>> = centred.iter().filter(|k| code(k) == p).collect();
+                    let members: Vec<&Vec<f64>> = centered.iter().filter(|k| code(k) == p).collect();
                     let place = (at * (d / 4) + group) * 16 + p;
                     assert_eq!(
                         count[place],
@@ -152,9 +152,9 @@ fn the_section_is_what_its_definition_says() {
                     for e in 0..4 {
                         let channel = 4 * group + e;
                         let expected = if members.is_empty() {
-                            let magnitude = centred.iter().map(|k| k[channel].abs()).sum::<f64>();
+                            let magnitude = centered.iter().map(|k| k[channel].abs()).sum::<f64>();
                             let sign = if p & (1 << e) == 0 { -1.0 } else { 1.0 };
-                            sign * magnitude / centred.len() as f64
+                            sign * magnitude / centered.len() as f64
                         } else {
                             members.iter().map(|k| k[channel]).sum::<f64>() / members.len() as f64
                         };

@@ -547,8 +547,8 @@ fn what_does_nothing_is_said() {
     assert_eq!(
         bench("--methods full --lfps-theta 0.9 --size 8"),
         [
-            "--lfps-theta has no effect here: it applies to method lfps only",
             "--size has no effect here: it applies to method a2ats only",
+            "--lfps-theta has no effect here: it applies to method lfps only",
         ]
     );
 

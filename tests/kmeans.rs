@@ -17,14 +17,14 @@ fn normal(n: usize, d: usize, seed: u64) -> Array2<f32> {
     Array2::from_shape_simple_fn((n, d), || crate::common::random::normal(&mut rng))
 }
 
-/// `per` rows around each of `k` far-apart centres, in turn; row i belongs to centre i % k.
+/// `per` rows around each of `k` far-apart centers, in turn; row i belongs to center i % k.
 fn planted(k: usize, per: usize, d: usize, seed: u64) -> (Array2<f32>, Array2<f32>) {
-    let centres = normal(k, d, seed) * 10.0;
+    let centers = normal(k, d, seed) * 10.0;
     let mut points = normal(k * per, d, seed + 1) * 0.1;
     for (i, mut row) in points.rows_mut().into_iter().enumerate() {
-        row += &centres.row(i % k);
+        row += &centers.row(i % k);
     }
-    (centres, points)
+    (centers, points)
 }
 
 fn params(size: usize, iterations: usize, init: Init, seed: u64) -> KMeansParams {
@@ -326,10 +326,10 @@ fn more_centroids_fit_better() {
 
 #[test]
 fn planted_clusters_are_recovered() {
-    let (centres, points) = planted(50, 40, 32, 34);
+    let (centers, points) = planted(50, 40, 32, 34);
     let fit = run(&points, &params(50, 20, Init::KMeansPlusPlus, 2));
     assert_eq!(fit.counts, vec![40; 50]);
-    let (owner, distance) = nearest(&centres, &fit.codebook);
+    let (owner, distance) = nearest(&centers, &fit.codebook);
     assert!((0..2000).all(|i| fit.codes[i] == owner[i % 50]));
     assert!(distance.iter().all(|&d| d < 32.0 * 0.01), "{distance:?}");
 }
@@ -569,8 +569,8 @@ fn one_pass_agrees_with_linfa() {
 
 #[test]
 fn the_fixed_point_and_its_codes_agree_with_linfa() {
-    let (centres, points) = planted(8, 60, 16, 41);
-    let start = &centres + 0.5;
+    let (centers, points) = planted(8, 60, 16, 41);
+    let start = &centers + 0.5;
     let ours = run(&points, &params(8, 100, Init::Precomputed(start.clone()), 0));
     let theirs = KMeans::params_with_rng(8, ChaCha8Rng::seed_from_u64(0))
         .init_method(KMeansInit::Precomputed(start))

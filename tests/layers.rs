@@ -235,7 +235,54 @@ fn imports_only_look_down() {
     assert!(gone.is_empty(), "FLOORS names modules that are nowhere: {gone:?}");
 }
 
-/// A tree of made-up files.
+/// Files outside `method` that may name the module of a method, and that module: what they say is of this method alone, or is
+/// not behind a declaration yet.
+const NAME_METHODS: [(&str, &str); 10] = [
+    ("calibration/dumped.rs", "a2ats"),
+    ("calibration/mod.rs", "a2ats"),
+    ("calibration/sections.rs", "a2ats"),
+    ("cmd/bench/model_on_cpu.rs", "full"),
+    ("cmd/calibrate.rs", "a2ats"),
+    ("cmd/plan.rs", "a2ats"),
+    ("cmd/report/heads.rs", "lfps"),
+    // The check of a GPU makes small indexes of these two.
+    ("cuda/check/methods.rs", "a2ats"),
+    ("cuda/check/methods.rs", "wpq"),
+    ("runner/caches.rs", "full"),
+];
+
+/// Imports of the modules of methods by files outside `method`. The modules of methods are those that the registry imports,
+/// besides what all methods share. `lib.rs` makes parameters of methods public by their names.
+fn named_methods(tree: &Tree) -> BTreeSet<(String, String)> {
+    let shared = ["mod.rs", "bench.rs", "declaration.rs"];
+    let module = |target: &str| {
+        let within = target.strip_prefix("method/")?;
+        let name = within.split(['/', '.']).next()?;
+        (!shared.contains(&within)).then(|| name.to_owned())
+    };
+    let registry = &tree.files["method/registry.rs"].imports;
+    let methods: BTreeSet<String> = registry.keys().filter_map(|target| module(target)).collect();
+    let outside = tree
+        .files
+        .iter()
+        .filter(|(path, _)| !path.starts_with("method/") && *path != "lib.rs");
+    outside
+        .flat_map(|(path, file)| file.imports.keys().map(move |target| (path, target)))
+        .filter_map(|(path, target)| Some((path.clone(), module(target)?)))
+        .filter(|(_, name)| methods.contains(name))
+        .collect()
+}
+
+/// A new method touches its folder and the registry; what else knows a method by name stands in a list that only shrinks.
+#[test]
+fn methods_are_known_by_their_declarations() {
+    let found = named_methods(&Tree::read(&root()));
+    let listed: BTreeSet<_> = NAME_METHODS
+        .map(|(path, name)| (path.to_owned(), name.to_owned()))
+        .into();
+    assert_eq!(found, listed);
+}
+
 /// Lines of the library that name a flag of the command line; flags of other programs are allowed.
 fn lines_with_flags(file: &str, text: &str) -> Vec<String> {
     const OTHERS: [&str; 5] = [
@@ -288,6 +335,7 @@ fn texts_of_the_library_name_no_flags() {
     );
 }
 
+/// A tree of made-up files.
 fn made_up(files: &[(&str, &str)]) -> Tree {
     Tree::of(
         &files

@@ -146,7 +146,7 @@ fn centring_the_keys_changes_no_attention() {
         let mut random =
             |rows: usize, shift: f32| Array2::from_shape_simple_fn((rows, d), || noise(&mut rng) + shift);
         let (queries, keys, values) = (random(r, 0.0), random(n, 2.0), random(n, 0.0));
-        let centred = &keys - &Array1::from(center.of_channels(keys.view()));
+        let centered = &keys - &Array1::from(center.of_channels(keys.view()));
         let positions: Vec<u32> = (0..n as u32).collect();
         let attended = |keys: &Array2<f32>| {
             let store = |rows: &Array2<f32>| {
@@ -164,7 +164,7 @@ fn centring_the_keys_changes_no_attention() {
             );
             out
         };
-        for (a, b) in attended(&keys).iter().zip(attended(&centred)) {
+        for (a, b) in attended(&keys).iter().zip(attended(&centered)) {
             assert!((a - b).abs() < 1e-5, "{a} {b}");
         }
     }

@@ -7,13 +7,13 @@ use std::process::ExitCode;
 
 use common::trials;
 use kvsmith::internal::compute::device::{Device, Statistic};
-use kvsmith::internal::compute::gpu::{Gpu, GpuLimits};
+use kvsmith::internal::compute::wgpu::{Wgpu, WgpuLimits};
 use kvsmith::internal::error::{Error, ErrorKind};
 use libtest_mimic::Arguments;
 use ndarray::{Array2, Array3, Axis};
 
 fn main() -> ExitCode {
-    let missing = Gpu::open(GpuLimits::NONE).err();
+    let missing = Wgpu::open(WgpuLimits::NONE).err();
     if let Some(reason) = &missing {
         eprintln!("ignored: {reason}");
     }
@@ -43,14 +43,14 @@ fn is_device_error<T>(result: Result<T, Error>, culprit: &str) {
 }
 
 fn the_adapter_has_a_name() {
-    let adapter = Gpu::open(GpuLimits::NONE).unwrap().adapter().unwrap();
+    let adapter = Wgpu::open(WgpuLimits::NONE).unwrap().adapter().unwrap();
     // Name, backend, driver.
     assert!(adapter.split(", ").all(|part| !part.is_empty()), "{adapter}");
     assert!(adapter.split(", ").count() >= 3, "{adapter}");
 }
 
 fn a_lost_device_is_an_error() {
-    let device = Gpu::open(GpuLimits::NONE).unwrap();
+    let device = Wgpu::open(WgpuLimits::NONE).unwrap();
     let x = values(2, 300, 8);
     let mut points = device.points(x.clone()).unwrap();
     points.assign(x.slice(ndarray::s![.., ..5, ..])).unwrap();
@@ -74,7 +74,7 @@ fn a_lost_device_is_an_error() {
 }
 
 fn too_small_a_buffer_is_an_error() {
-    let device = Gpu::open(GpuLimits {
+    let device = Wgpu::open(WgpuLimits {
         buffer_bytes: 4096,
         groups: 2,
     })
@@ -91,7 +91,7 @@ fn too_small_a_buffer_is_an_error() {
 }
 
 fn no_rows_are_no_trouble() {
-    let device = Gpu::open(GpuLimits::NONE).unwrap();
+    let device = Wgpu::open(WgpuLimits::NONE).unwrap();
     let mut points = device.points(Array3::zeros((2, 0, 4))).unwrap();
     for what in [
         Statistic::Mean,
@@ -116,7 +116,7 @@ fn no_rows_are_no_trouble() {
 }
 
 fn values_that_are_not_finite() {
-    let device = Gpu::open(GpuLimits::NONE).unwrap();
+    let device = Wgpu::open(WgpuLimits::NONE).unwrap();
     let clean = values(2, 600, 8);
     for value in [f32::NAN, f32::INFINITY, f32::NEG_INFINITY] {
         let mut x = clean.clone();

@@ -97,6 +97,14 @@ pub trait SectionKind: Debug + Sync {
     /// Shows the quality reports as the table of `inspect`.
     fn table(&self, reports: &[HeadReport]) -> Result<String>;
 
+    /// Lists the heads that the section serves worst, for `inspect`; empty if no report has anything to say.
+    ///
+    /// # Errors
+    /// A quality report or a parameter that is not valid.
+    fn weak_heads(&self, _section: &SectionView, _reports: &[HeadReport]) -> Result<String> {
+        Ok(String::new())
+    }
+
     /// Returns whether the section marks heads whose calibration keys are all equal, so that its method attends these
     /// heads in full.
     fn marks_constant_heads(&self) -> bool {

@@ -93,8 +93,8 @@ fn eval(args: &Args, global: &Global) -> Result<()> {
     for other in artifacts.iter().skip(1) {
         if options(Some(other))?.packed != options(artifacts.first())?.packed {
             return Err(
-                Error::usage("the artifacts take signs relative to different centres")
-                    .hint("choose one centre with --center"),
+                Error::usage("the artifacts take signs relative to different centers")
+                    .hint("choose one center with --center"),
             );
         }
     }

@@ -12,7 +12,7 @@ use crate::calibration::model_manifest;
 use crate::cmd::args::Global;
 use crate::cmd::terminal::columns;
 use crate::error::{Error, Result};
-use crate::method::sections::{SECTIONS, weak_heads};
+use crate::method::sections::SECTIONS;
 use crate::model::folder;
 use crate::wording::{counted, harmless, size, wrapped};
 
@@ -88,7 +88,7 @@ pub fn run(args: &Args, global: &Global) -> Result<()> {
             text += &section.kind.table(reports)?;
         }
         if !is_brief {
-            text += &weak_heads(section, reports)?;
+            text += &section.kind.weak_heads(section, reports)?;
         }
     }
     if let Some(verdict) = verdict {

@@ -7,9 +7,10 @@ use serde_json::{Map, Value};
 
 use super::terminal::with_flags;
 use crate::error::Error;
+use crate::method::bench::{Bench, BenchParams};
 use crate::method::params::MethodParams;
-use crate::method::registry::{METHODS, MethodName};
-use crate::parameters::{Choice, Parameter, ParameterSet, Parameters, Values, Word, phrase};
+use crate::method::registry::{METHODS, MethodName, bench_params, benches};
+use crate::parameters::{Choice, Parameter, ParameterSet, Values, Word, phrase};
 
 type ParseResult<T> = std::result::Result<T, clap::Error>;
 
@@ -106,13 +107,18 @@ fn refused(e: &Error) -> clap::Error {
     )
 }
 
-/// The flags of one set of parameters.
+/// The flags of the parameters of random indexes.
 #[derive(Clone, Debug)]
-pub struct Flags<P>(pub P);
+pub struct BenchFlags(pub BenchParams);
 
-impl<P: Parameters> Args for Flags<P> {
+/// Returns the parameters of random indexes that methods declare.
+fn bench_sets() -> impl Iterator<Item = ParameterSet> {
+    benches().map(Bench::parameters)
+}
+
+impl Args for BenchFlags {
     fn augment_args(command: Command) -> Command {
-        flags(command, &P::set())
+        bench_sets().fold(command, |command, set| flags(command, &set))
     }
 
     fn augment_args_for_update(command: Command) -> Command {
@@ -120,11 +126,10 @@ impl<P: Parameters> Args for Flags<P> {
     }
 }
 
-impl<P: Parameters> FromArgMatches for Flags<P> {
+impl FromArgMatches for BenchFlags {
     fn from_arg_matches(matches: &ArgMatches) -> ParseResult<Self> {
-        P::from_values(values(&P::set(), matches))
-            .map(Self)
-            .map_err(|e| refused(&e))
+        let values = bench_sets().flat_map(|set| values(&set, matches)).collect();
+        bench_params(values).map(Self).map_err(|e| refused(&e))
     }
 
     fn update_from_arg_matches(&mut self, matches: &ArgMatches) -> ParseResult<()> {

@@ -19,6 +19,7 @@ use crate::error::Result;
 use crate::estimate::{Estimate, Serving, Times};
 use crate::machine::Machine;
 use crate::method::a2ats;
+use crate::method::registry::bench_params;
 use crate::model::ModelConfig;
 use crate::model::folder;
 use crate::wording::{counted, duration, harmless, size};
@@ -102,10 +103,12 @@ fn plan(settings: &Settings, probe: bool, shards: Option<&ShardFlags>, global: &
     };
     let shards = shards.map(|flags| ShardPlan::of(flags, &job));
     let shards = shards.transpose()?.flatten();
+    let sizes = [(a2ats::SIZE.to_owned(), codewords.into())];
+    let indexes = bench_params(sizes.into_iter().collect())?;
     let serving = Serving::of(
         &config,
         [weights.bytes, weights.step],
-        probe.then_some(codewords),
+        probe.then_some(&indexes),
         global.seed,
     )?;
     let held_out = corpus.n_held_out();

@@ -106,22 +106,22 @@ pub fn channel_statistic(device: &dyn Device, x: &Array3<f32>) -> Result<Compari
     Ok(all)
 }
 
-/// Checks that a centre is taken off a part of the rows exactly as f32 subtracts, and the sum of the squares.
+/// Checks that a center is taken off a part of the rows exactly as f32 subtracts, and the sum of the squares.
 fn subtract(points: &mut dyn Points, x: &Array3<f32>) -> Result<Comparison> {
     let n = x.dim().1;
-    let centre = points.channel_statistic(0..n, Statistic::Ranked(n / 2))?;
+    let centers = points.channel_statistic(0..n, Statistic::Ranked(n / 2))?;
     let part = n / 3..n;
-    points.subtract(part.clone(), centre.view())?;
+    points.subtract(part.clone(), centers.view())?;
     let found = rows(points)?;
     let mut all = Comparison::default();
     for ((head, i, j), found) in found.indexed_iter() {
         let x = x[[head, i, j]];
         let expected = match part.contains(&i) {
-            true => x - centre[[head, j]],
+            true => x - centers[[head, j]],
             false => x,
         };
         all.equal(&found.to_bits(), &expected.to_bits(), || {
-            format!("bits of row {i}, channel {j} of head {head}, centred")
+            format!("bits of row {i}, channel {j} of head {head}, centered")
         });
     }
     for (head, square) in points.square_sum()?.into_iter().enumerate() {

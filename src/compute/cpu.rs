@@ -135,11 +135,11 @@ impl Points for CpuPoints {
         Ok(Array2::from_shape_vec((b, d), values.collect())?)
     }
 
-    fn subtract(&mut self, rows: Range<usize>, centre: ArrayView2<f32>) -> Result<()> {
-        for (mut x, centre) in self.x.axis_iter_mut(Axis(0)).zip(centre.rows()) {
+    fn subtract(&mut self, rows: Range<usize>, centers: ArrayView2<f32>) -> Result<()> {
+        for (mut x, centers) in self.x.axis_iter_mut(Axis(0)).zip(centers.rows()) {
             let mut x = x.slice_mut(s![rows.clone(), ..]);
             let chunks = x.axis_chunks_iter_mut(Axis(0), WHITEN_ROWS).into_par_iter();
-            chunks.for_each(|mut x| x -= &centre);
+            chunks.for_each(|mut x| x -= &centers);
         }
         Ok(())
     }

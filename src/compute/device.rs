@@ -119,8 +119,8 @@ pub trait Points {
     /// [`super::reference::channel_statistic`]. An empty range gives zeros.
     fn channel_statistic(&mut self, rows: Range<usize>, what: Statistic) -> Result<Array2<f32>>;
 
-    /// Subtracts `centre`, `[b,d]`, from a range of rows.
-    fn subtract(&mut self, rows: Range<usize>, centre: ArrayView2<f32>) -> Result<()>;
+    /// Subtracts `center`, `[b,d]`, from a range of rows.
+    fn subtract(&mut self, rows: Range<usize>, centers: ArrayView2<f32>) -> Result<()>;
 
     /// Returns the sum of the squares of all values of each head.
     fn square_sum(&mut self) -> Result<Vec<f64>>;

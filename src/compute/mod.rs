@@ -1,6 +1,6 @@
 //! Arithmetic kernels: the naive f64 references that define each operation, and the implementations on CPUs and GPUs.
 //!
-//! [`device`] has the trait that calibration runs on; [`cpu`], `gpu` (any GPU, through wgpu) and [`cuda`] implement
+//! [`device`] has the trait that calibration runs on; [`cpu`], `wgpu` (any GPU, through wgpu) and [`cuda`] implement
 //! it.
 //!
 //! Every parallel kernel cuts its work into pieces whose sizes do not depend on the number of threads, and one thread
@@ -20,8 +20,6 @@ mod draw;
     allow(dead_code, reason = "other processors use the definition of the products")
 )]
 mod few;
-#[cfg(feature = "wgpu")]
-pub mod gpu;
 pub mod layout;
 pub mod linear;
 pub mod masks;
@@ -31,6 +29,8 @@ pub mod reference;
 pub mod signs;
 pub mod simd;
 pub mod team;
+#[cfg(feature = "wgpu")]
+pub mod wgpu;
 
 use ndarray::{ArrayView2, ArrayViewMut2, Axis};
 
@@ -112,7 +112,7 @@ pub fn open(
         },
         DeviceKind::Cpu => Box::new(cpu::Cpu),
         #[cfg(feature = "wgpu")]
-        DeviceKind::Wgpu => Box::new(gpu::Gpu::open(gpu::GpuLimits::NONE)?),
+        DeviceKind::Wgpu => Box::new(wgpu::Wgpu::open(wgpu::WgpuLimits::NONE)?),
         #[cfg(not(feature = "wgpu"))]
         DeviceKind::Wgpu => {
             return Err(Error::device("wgpu: this build has no support for it")

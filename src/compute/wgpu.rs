@@ -20,9 +20,9 @@ use ndarray::{Array3, ArrayView2, ArrayView3, Axis, s};
 
 use super::device::{Device, Points};
 use crate::error::Result;
-use context::GpuContext;
-pub use context::GpuLimits;
-use points::GpuPoints;
+use context::WgpuContext;
+pub use context::WgpuLimits;
+use points::WgpuPoints;
 
 /// Rows that the shaders sum in f32 before the host adds the result to the f64 sums.
 const BLOCK: usize = 256;
@@ -37,17 +37,17 @@ const AT_ONCE_BYTES: usize = 1 << 29;
 const AT_ONCE: usize = 64;
 
 /// An adapter of wgpu.
-pub struct Gpu {
-    context: GpuContext,
+pub struct Wgpu {
+    context: WgpuContext,
 }
 
-impl Gpu {
+impl Wgpu {
     /// Opens the fastest adapter, and uses it within both `limits` and the adapter's own limits.
     ///
     /// # Errors
     /// There is no Vulkan loader, driver or adapter; a shader does not compile.
-    pub fn open(limits: GpuLimits) -> Result<Self> {
-        GpuContext::open(limits).map(|context| Self { context })
+    pub fn open(limits: WgpuLimits) -> Result<Self> {
+        WgpuContext::open(limits).map(|context| Self { context })
     }
 
     /// Returns whether the adapter is a CPU that emulates a GPU.
@@ -61,7 +61,7 @@ impl Gpu {
     }
 }
 
-impl Device for Gpu {
+impl Device for Wgpu {
     fn name(&self) -> &'static str {
         "wgpu"
     }
@@ -97,11 +97,11 @@ impl Device for Gpu {
     }
 
     fn points(&self, x: Array3<f32>) -> Result<Box<dyn Points + '_>> {
-        Ok(Box::new(GpuPoints::new(&self.context, x.view())?))
+        Ok(Box::new(WgpuPoints::new(&self.context, x.view())?))
     }
 }
 
-impl Gpu {
+impl Wgpu {
     /// Returns the sum of each block of rows, `[blocks,d,d]` per head.
     fn moment_blocks(&self, q: ArrayView3<f32>) -> Result<Vec<Vec<f32>>> {
         let (_, rows, d) = q.dim();
@@ -126,7 +126,7 @@ impl Gpu {
 }
 
 /// Returns how many rows of `bytes` bytes fit into a buffer, rounded down to whole blocks if at least one block fits.
-fn rows_per_buffer(context: &GpuContext, bytes: usize) -> Result<usize> {
+fn rows_per_buffer(context: &WgpuContext, bytes: usize) -> Result<usize> {
     let rows = context.capacity(bytes)?;
     Ok(if rows < BLOCK { rows } else { rows / BLOCK * BLOCK })
 }

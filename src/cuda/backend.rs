@@ -22,7 +22,7 @@ use crate::kv::cuda::attend::Attention;
 use crate::kv::cuda::cache::{LayerCache, bytes_per_position, fixed_bytes};
 use crate::kv::cuda::signs::FULL;
 use crate::kv::sample::Sampler;
-use crate::method::bench::{Bench, CodeForm, Contents};
+use crate::method::bench::{Bench, BenchParams, Contents};
 use crate::method::cuda::{CudaIndex, CudaNeeds, CudaStep, Indexes, OnDevice, TALLIES};
 use crate::method::{CUDA_GRANULE, Method, Reads};
 use crate::runner::{Backend, Counts, DecodeOptions, Shares, StepAt, Trace};
@@ -97,7 +97,7 @@ impl<'a> CudaBackend<'a> {
     pub fn random(
         body: impl Into<Arc<Body<'a>>>,
         method: &dyn Bench,
-        codewords: usize,
+        params: &BenchParams,
         options: DecodeOptions,
         [sequences, context, steps]: [usize; 3],
         seed: u32,
@@ -105,10 +105,9 @@ impl<'a> CudaBackend<'a> {
         let indexes = |at: OnDevice<'a>, limits: &[Limits]| {
             let seeds: Vec<u32> = (0..limits.len() as u32).map(|layer| seed + 8 * layer).collect();
             let contents = Contents {
-                code: CodeForm::default(),
                 limits,
                 seeds: &seeds,
-                codewords,
+                params,
             };
             method.indexes(at, &contents)
         };

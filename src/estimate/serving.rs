@@ -5,12 +5,11 @@ use super::line::Line;
 use crate::error::Result;
 use crate::heap::free_bytes;
 use crate::kv::{Budget, KvType};
-use crate::method::registry::MethodName;
+use crate::method::bench::{Bench, BenchParams};
+use crate::method::registry::{FULL, METHODS};
 use crate::model::{ModelConfig, Sizes};
 use crate::timing::{QuickLayer, RUNS, bandwidth};
 
-/// Methods that are timed, beside full attention.
-const METHODS: [&str; 5] = ["a2ats", "selfindex", "lfps", "ctkvr", "wpq"];
 /// Contexts at which steps are timed.
 pub const CONTEXTS: [usize; 2] = [4096, 16_384];
 /// A method pays if a step with full attention takes at least this many times as long.
@@ -74,12 +73,12 @@ pub struct TimedMethod {
 }
 
 impl Serving {
-    /// Computes the bytes, from those of all weights and of those that a step reads; measures the times if the number of
-    /// a2ats codewords is given and the shape can be timed.
+    /// Computes the bytes, from those of all weights and of those that a step reads; measures the times if the
+    /// parameters of the indexes are given and the shape can be timed.
     pub fn of(
         config: &ModelConfig,
         [weights, read]: [usize; 2],
-        codewords: Option<usize>,
+        params: Option<&BenchParams>,
         seed: u64,
     ) -> Result<Self> {
         let sliding: Vec<usize> = config.windows().into_iter().flatten().collect();
@@ -102,13 +101,13 @@ impl Serving {
             weights_s: None,
             methods: Vec::new(),
         };
-        if let Some(codewords) = codewords
+        if let Some(params) = params
             && full > 0
             && QuickLayer::can_be_timed(config)
         {
             let weights_s = read as f64 / (1e9 * bandwidth(RUNS));
             serving.weights_s = Some(weights_s);
-            serving.methods = timed(config, full, codewords, weights_s, seed)?;
+            serving.methods = timed(config, full, params, weights_s, seed)?;
         }
         Ok(serving)
     }
@@ -118,21 +117,22 @@ impl Serving {
 fn timed(
     config: &ModelConfig,
     layers: usize,
-    codewords: usize,
+    params: &BenchParams,
     weights_s: f64,
     seed: u64,
 ) -> Result<Vec<TimedMethod>> {
     let mut lines = Vec::new();
-    'methods: for name in ["full"].into_iter().chain(METHODS) {
-        let Some(method) = MethodName::named(name) else {
-            continue;
-        };
+    let estimated = METHODS
+        .iter()
+        .copied()
+        .filter(|method| method.bench().is_some_and(Bench::is_estimated));
+    'methods: for method in [FULL].into_iter().chain(estimated) {
         let (mut times, mut index) = ([0.0; 2], 0);
         for (time, context) in times.iter_mut().zip(CONTEXTS) {
             let layer = QuickLayer {
                 config,
                 context,
-                codewords,
+                params: params.clone(),
                 budget: Budget::Fraction(0.06),
                 kv: KvType::Bf16,
                 seed,
@@ -144,7 +144,7 @@ fn timed(
             index = layers * step.index_bytes / context;
         }
         let line = Line::through(CONTEXTS.map(|n| n as f64), times);
-        lines.push((name, times, index, line));
+        lines.push((method.as_str(), times, index, line));
     }
     let full = lines
         .first()

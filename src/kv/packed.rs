@@ -1,13 +1,13 @@
 //! The 2-bit cache of Self-Indexing KVCache, arXiv 2603.14224: signs that are index and storage at once,
 //! 2-bit magnitudes, 2-bit values, and a few positions in half precision.
 //!
-//! A key is stored as the signs of its centred channels and their magnitudes, relative to the channel's
+//! A key is stored as the signs of its centered channels and their magnitudes, relative to the channel's
 //! largest; a value is stored directly. Magnitudes and values take 2 bits, with a scale and a zero point per
 //! 32 channels. A position takes 7 d bits per KV head; in half precision it would take 32 d.
 //!
 //! Differences from the authors' code: rows are in position order; positions in half precision have a 2-bit
-//! row as well, so that a later prompt may demote them; rows are read with the centre added, so that every
-//! method can use them; a group of equal values is exact to f16. Centre and scale come from the first
+//! row as well, so that a later prompt may demote them; rows are read with the center added, so that every
+//! method can use them; a group of equal values is exact to f16. Center and scale come from the first
 //! prompt, or from all rows while few are cached.
 
 mod attend;
@@ -28,7 +28,7 @@ use two_bit::{TwoBit, saturating_f16};
 
 /// Most positions that keep half precision.
 pub const FULL: usize = 64;
-/// A prompt that finds fewer cached positions recomputes centre and scale from all of them.
+/// A prompt that finds fewer cached positions recomputes center and scale from all of them.
 pub const REFIT: usize = 128;
 /// Channels that share a scale and a zero point.
 pub const QUANT_GROUP: usize = 32;
@@ -85,16 +85,16 @@ impl FullRows {
     }
 }
 
-/// Keys in 2 bits: signs and magnitudes around a centre.
+/// Keys in 2 bits: signs and magnitudes around a center.
 #[derive(Clone)]
 pub struct SignRows {
     d: usize,
     layout: Layout,
-    /// Centre per channel, from the first prompt; zero before.
-    centre: Vec<f32>,
-    /// Largest centred magnitude per channel, from the first prompt; one before.
+    /// Center per channel, from the first prompt; zero before.
+    centers: Vec<f32>,
+    /// Largest centered magnitude per channel, from the first prompt; one before.
     alpha: Vec<f32>,
-    /// d / 8 bytes per row; bit i of byte b is set if channel 8 b + i is above its centre.
+    /// d / 8 bytes per row; bit i of byte b is set if channel 8 b + i is above its center.
     signs: AlignedVec<u8>,
     magnitudes: TwoBit,
     full: FullRows,
@@ -105,7 +105,7 @@ impl SignRows {
         Self {
             d,
             layout,
-            centre: vec![0.0; d],
+            centers: vec![0.0; d],
             alpha: vec![1.0; d],
             signs: AlignedVec::with_capacity(capacity * sign_bytes(d)),
             magnitudes: TwoBit::new(d, capacity),
@@ -113,19 +113,19 @@ impl SignRows {
         }
     }
 
-    /// Computes centre and scale from keys, `[n,d]`. The scale ignores the rows in `full`, unless fewer
+    /// Computes center and scale from keys, `[n,d]`. The scale ignores the rows in `full`, unless fewer
     /// than [`FULL`] others remain.
     ///
     /// # Source
-    /// Eq. 5 and Eq. 12: alpha is the channel's largest centred magnitude; zero becomes one.
+    /// Eq. 5 and Eq. 12: alpha is the channel's largest centered magnitude; zero becomes one.
     fn fit(&mut self, keys: ArrayView2<f32>, full: &[u32]) {
-        self.centre = self.layout.center.of_channels(keys);
+        self.centers = self.layout.center.of_channels(keys);
         let mut counted = compressed(0..keys.nrows(), full);
         if counted.len() < FULL {
             counted = (0..keys.nrows()).collect();
         }
-        let largest = |(channel, centre): (ArrayView1<f32>, &f32)| {
-            let rows = counted.iter().map(|i| (channel[*i] - centre).abs());
+        let largest = |(channel, center): (ArrayView1<f32>, &f32)| {
+            let rows = counted.iter().map(|i| (channel[*i] - center).abs());
             match rows.fold(0.0, f32::max) {
                 0.0 => 1.0,
                 alpha => alpha,
@@ -134,19 +134,19 @@ impl SignRows {
         self.alpha = keys
             .axis_iter(Axis(1))
             .into_par_iter()
-            .zip(&self.centre)
+            .zip(&self.centers)
             .map(largest)
             .collect();
     }
 
-    /// Appends keys, `[m,d]`, with the present centre and scale.
+    /// Appends keys, `[m,d]`, with the present center and scale.
     fn extend(&mut self, keys: ArrayView2<f32>) {
-        extend_signs(&mut self.signs, keys, &self.centre);
+        extend_signs(&mut self.signs, keys, &self.centers);
         let mut relative = vec![0.0; self.d];
         for key in keys.rows() {
-            let scale = self.centre.iter().zip(&self.alpha);
-            for ((x, k), (centre, alpha)) in relative.iter_mut().zip(key).zip(scale) {
-                let relative = (k - centre) / alpha;
+            let scale = self.centers.iter().zip(&self.alpha);
+            for ((x, k), (center, alpha)) in relative.iter_mut().zip(key).zip(scale) {
+                let relative = (k - center) / alpha;
                 *x = if self.layout.signed {
                     relative.abs()
                 } else {
@@ -157,30 +157,30 @@ impl SignRows {
         }
     }
 
-    /// Reads a row as f32, with the centre added.
+    /// Reads a row as f32, with the center added.
     ///
     /// # Source
-    /// Eq. 13: sign (Q s + z) alpha; plus the centre.
+    /// Eq. 13: sign (Q s + z) alpha; plus the center.
     fn read(&self, position: usize, out: &mut [f32]) {
         if let Some(row) = self.full.get(position, self.d) {
-            for ((s, x), c) in out.iter_mut().zip(row).zip(&self.centre) {
+            for ((s, x), c) in out.iter_mut().zip(row).zip(&self.centers) {
                 *s = x.to_f32() + c;
             }
             return;
         }
         self.magnitudes.read(position, out);
         let signs = &self.signs[position * sign_bytes(self.d)..];
-        let scale = self.alpha.iter().zip(&self.centre);
-        for (i, (x, (alpha, centre))) in out.iter_mut().zip(scale).enumerate() {
+        let scale = self.alpha.iter().zip(&self.centers);
+        for (i, (x, (alpha, center))) in out.iter_mut().zip(scale).enumerate() {
             let magnitude = *x * alpha;
             let positive = !self.layout.signed || signs[i / 8] >> (i % 8) & 1 == 1;
-            *x = centre + if positive { magnitude } else { -magnitude };
+            *x = center + if positive { magnitude } else { -magnitude };
         }
     }
 
-    /// Returns the centre of each channel.
-    pub fn centre(&self) -> &[f32] {
-        &self.centre
+    /// Returns the center of each channel.
+    pub fn centers(&self) -> &[f32] {
+        &self.centers
     }
 
     /// Returns the sign bytes of all rows, [`sign_bytes`] each.
@@ -194,7 +194,7 @@ impl SignRows {
     }
 
     fn bytes(&self) -> usize {
-        let fixed = (self.centre.capacity() + self.alpha.capacity()) * 4;
+        let fixed = (self.centers.capacity() + self.alpha.capacity()) * 4;
         self.signs.bytes() + self.magnitudes.bytes() + self.full.bytes() + fixed
     }
 }
@@ -210,17 +210,17 @@ pub fn sign_bytes(d: usize) -> usize {
 }
 
 /// Appends the sign bits of keys, `[m,d]`: bit i of a row's byte b is set if channel 8 b + i is above its
-/// centre.
+/// center.
 ///
 /// # Source
 /// Eq. 2; zero counts as negative.
-pub fn extend_signs(signs: &mut AlignedVec<u8>, keys: ArrayView2<f32>, centre: &[f32]) {
+pub fn extend_signs(signs: &mut AlignedVec<u8>, keys: ArrayView2<f32>, centers: &[f32]) {
     signs.grow(keys.nrows() * sign_bytes(keys.ncols()));
     for key in keys.rows() {
         let mut byte = 0;
-        for (i, (k, c)) in key.iter().zip(centre).enumerate() {
+        for (i, (k, c)) in key.iter().zip(centers).enumerate() {
             byte |= u8::from(k - c > 0.0) << (i % 8);
-            if i % 8 == 7 || i + 1 == centre.len() {
+            if i % 8 == 7 || i + 1 == centers.len() {
                 signs.push(std::mem::take(&mut byte));
             }
         }
@@ -280,18 +280,18 @@ impl CachedRows for ValueRows {
     }
 }
 
-/// The data of a [`Packed`] besides signs, centre and the positions in half precision. In arrays of two,
+/// The data of a [`Packed`] besides signs, center and the positions in half precision. In arrays of two,
 /// keys come first, then values.
 pub struct Parts<'a> {
     /// Whether keys are stored as signs and magnitudes.
     pub signed: bool,
-    /// Largest centred magnitude per channel, `[d]`.
+    /// Largest centered magnitude per channel, `[d]`.
     pub alpha: &'a [f32],
     /// `[n,d/4]` bytes; the first channel is in the lowest bits.
     pub bits: [Vec<u8>; 2],
     /// Scales and zero points, `[n,groups]`.
     pub params: [Vec<[f16; 2]>; 2],
-    /// Rows in half precision; keys less the centre.
+    /// Rows in half precision; keys less the center.
     pub full: [&'a [f16]; 2],
 }
 
@@ -320,7 +320,7 @@ impl Packed {
     /// ones as read from the cache; `query`, `[d]`, is the prompt's last query averaged over the query
     /// group, and `visible` the positions that this query sees.
     ///
-    /// If fewer than [`REFIT`] positions are cached, centre and scale are recomputed from all rows. Half
+    /// If fewer than [`REFIT`] positions are cached, center and scale are recomputed from all rows. Half
     /// precision goes to the best-scored positions ([`best_scored`], at most [`Layout::full`]) among the
     /// prompt's and those that had it before.
     pub fn prompt(
@@ -363,8 +363,8 @@ impl Packed {
                 value_rows.extend(self.values.full.get(p, d).expect(kept));
                 continue;
             }
-            let centred = keys.row(p).to_owned() - ArrayView1::from(&self.keys.centre);
-            key_rows.extend(centred.mapv(saturating_f16));
+            let centered = keys.row(p).to_owned() - ArrayView1::from(&self.keys.centers);
+            key_rows.extend(centered.mapv(saturating_f16));
             value_rows.extend(values.row(p).mapv(saturating_f16));
         }
         let (keys, values) = (&mut self.keys.full, &mut self.values.full);
@@ -379,7 +379,7 @@ impl Packed {
         self.values.values.clear();
     }
 
-    /// Appends keys and values, `[m,d]` each, with the centre and the scale of the prompt.
+    /// Appends keys and values, `[m,d]` each, with the center and the scale of the prompt.
     pub fn extend(&mut self, keys: ArrayView2<f32>, values: ArrayView2<f32>) {
         self.keys.extend(keys);
         let mut row = vec![0.0; self.keys.d];

@@ -12,7 +12,7 @@
 //! The paper's ablations are included: standard RoPE instead of windowed RoPE (keys and queries at their own
 //! positions), and the Euclidean metric instead of the queries' metric.
 //!
-//! Where we differ from the authors' code: everything is in f32 and f64 (theirs: bf16), z is centred, empty clusters
+//! Where we differ from the authors' code: everything is in f32 and f64 (theirs: bf16), z is centered, empty clusters
 //! are reseeded, and the budget bounds the union over the query group.
 
 mod bench;
@@ -44,7 +44,6 @@ pub use quotas::{Bound, Quotas, choose};
 use quotas::{choose_in_runs, choose_listed};
 pub use section::{
     A2atsSection, CHOL, CODEBOOK, COUNT, FitMetric, FitParams, MEAN, Positions, Rotation, SECTION, SIZE,
-    weak_heads,
 };
 pub use size::{CODEWORDS, LONGEST_CONTEXT, codewords, share_of_bytes};
 

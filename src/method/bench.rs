@@ -1,13 +1,15 @@
 //! Benchmarks of methods on random data: where their steps can be timed, and how their indexes are filled.
 
 use rand_chacha::ChaCha8Rng;
+use serde_json::{Map, Value};
 
 use super::cuda::{Indexes, OnDevice};
-use super::params::MethodParams;
 use super::{Place, Ranking, Retriever};
+use crate::artifact::Artifact;
 use crate::error::{Error, Result};
 use crate::kv::KvType;
 use crate::kv::cuda::Limits;
+use crate::parameters::{ParameterSet, Parameters};
 
 /// What can be timed on an NVIDIA GPU. On the CPU, a single layer can always be timed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -31,39 +33,40 @@ pub struct TimedLayer {
     pub head_dim: usize,
     /// Positions in the cache, n.
     pub context: usize,
-    /// Codewords per KV head, M.
-    pub codewords: usize,
-    /// The form of the codes of wpq.
-    pub code: CodeForm,
     /// How the best positions are searched.
     pub ranking: Ranking,
     /// Seed of the random data.
     pub seed: u64,
 }
 
-/// The form of a code of 64 bits that wpq gives a key.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct CodeForm {
-    /// Number of words per group: 16 or 256.
-    pub words: usize,
-    /// Whether codes describe the keys around the path of their mean.
-    pub has_path: bool,
-}
+/// The parameters of random indexes, by their names: those that benchmarks declare ([`Bench::parameters`]). Absent ones have
+/// their defaults.
+#[derive(Clone, Debug, Default)]
+pub struct BenchParams(Map<String, Value>);
 
-impl Default for CodeForm {
-    /// Returns the form that `calibrate` makes by default.
-    fn default() -> Self {
-        Self {
-            words: 16,
-            has_path: true,
+impl BenchParams {
+    /// Checks values against declarations, which have no name in common.
+    ///
+    /// # Errors
+    /// A name or a value that no declaration has.
+    pub fn among(declared: impl Iterator<Item = ParameterSet>, values: Map<String, Value>) -> Result<Self> {
+        let mut rest = values.clone();
+        for set in declared {
+            let is_own = |name: &str| set.parameters.iter().any(|parameter| parameter.name == name);
+            let (own, others) = rest.into_iter().partition(|(name, _)| is_own(name));
+            set.check(&own)?;
+            rest = others;
         }
+        ParameterSet::NONE.check(&rest)?;
+        Ok(Self(values))
     }
-}
 
-impl CodeForm {
-    /// Returns the number of groups of each of the two stages.
-    pub fn groups(self) -> usize {
-        32 / self.words.trailing_zeros() as usize
+    /// Returns the parameters of one method.
+    pub fn read<P: Parameters>(&self) -> P {
+        let named = P::PARAMETERS.iter().map(|parameter| parameter.name);
+        let values = named.filter_map(|name| Some((name.to_owned(), self.0.get(name)?.clone())));
+        // The values were checked.
+        P::from_values(values.collect()).unwrap_or_default()
     }
 }
 
@@ -87,10 +90,8 @@ pub struct Contents<'a> {
     pub limits: &'a [Limits],
     /// The seed of each layer.
     pub seeds: &'a [u32],
-    /// Codewords per KV head.
-    pub codewords: usize,
-    /// The form of the codes of wpq.
-    pub code: CodeForm,
+    /// Their parameters.
+    pub params: &'a BenchParams,
 }
 
 /// A method whose decode steps can be timed.
@@ -98,6 +99,26 @@ pub trait Bench: Sync {
     /// Returns what can be timed on an NVIDIA GPU.
     fn timed_on_cuda(&self) -> TimedOnCuda {
         TimedOnCuda::Nothing
+    }
+
+    /// Describes the parameters of random indexes.
+    fn parameters(&self) -> ParameterSet {
+        ParameterSet::NONE
+    }
+
+    /// Returns the parameters with which a random index is like that of an artifact, by their names.
+    fn parameters_of(&self, _artifact: &Artifact) -> Map<String, Value> {
+        Map::new()
+    }
+
+    /// Returns whether `plan` times the method, to say from which context on it pays.
+    fn is_estimated(&self) -> bool {
+        false
+    }
+
+    /// Counts the last queries of a prompt that a head is filled from.
+    fn prompt_queries(&self, _layer: &TimedLayer, _params: &BenchParams) -> usize {
+        0
     }
 
     /// Returns whether a step of the method chooses what it attends.
@@ -121,7 +142,7 @@ pub trait Bench: Sync {
     }
 
     /// Returns the bytes of a layer's index that a step on a GPU reads.
-    fn index_bytes(&self, _layer: &TimedLayer) -> usize {
+    fn index_bytes(&self, _layer: &TimedLayer, _params: &BenchParams) -> usize {
         0
     }
 
@@ -129,7 +150,7 @@ pub trait Bench: Sync {
     ///
     /// # Errors
     /// Sizes or parameters that the method does not support.
-    fn heads(&self, layer: &TimedLayer, params: &MethodParams) -> Result<Box<NewHead>>;
+    fn heads(&self, layer: &TimedLayer, params: &BenchParams) -> Result<Box<NewHead>>;
 
     /// Makes random indexes on an NVIDIA GPU.
     ///

@@ -32,7 +32,7 @@ use crate::compute::products::all_products;
 use crate::error::{Error, Result};
 use labels::{Labels, pick};
 pub use params::DoubleSparsityParams;
-pub use section::{CHANNELS, DoubleSparsitySection, SECTION, weak_heads};
+pub use section::{CHANNELS, DoubleSparsitySection, SECTION};
 
 /// The declaration of `doublesparsity`.
 pub static METHOD: Declaration = Declaration {

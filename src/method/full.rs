@@ -1,9 +1,8 @@
 //! Exact attention: attends every visible position, whatever the budget.
 
-use super::bench::{Bench, Contents, Fill, NewHead, TimedLayer, TimedOnCuda};
+use super::bench::{Bench, BenchParams, Contents, Fill, NewHead, TimedLayer, TimedOnCuda};
 use super::cuda::{CudaIndex, CudaMethod, CudaStep, Indexes, OnDevice, each_layer};
 use super::declaration::Declaration;
-use super::params::MethodParams;
 use super::{Alike, Choice, Retriever, Step, everything};
 use crate::error::Result;
 use crate::kv::KvType;
@@ -53,7 +52,7 @@ impl Bench for Full {
         false
     }
 
-    fn heads(&self, _: &TimedLayer, _: &MethodParams) -> Result<Box<NewHead>> {
+    fn heads(&self, _: &TimedLayer, _: &BenchParams) -> Result<Box<NewHead>> {
         Ok(Box::new(|_, _| (Box::new(Full), Fill::Nothing)))
     }
 

@@ -25,10 +25,9 @@ use ndarray::{ArrayView2, s};
 use rand::{Rng, SeedableRng};
 use rand_chacha::ChaCha8Rng;
 
-use super::bench::{Bench, Fill, NewHead, TimedLayer};
+use super::bench::{Bench, BenchParams, Fill, NewHead, TimedLayer};
 use super::best::{by_score, largest};
 use super::declaration::Declaration;
-use super::params::MethodParams;
 use super::{Choice, Place, Prompt, Reads, Retriever, Step, everything};
 use crate::error::Result;
 use crate::kv::KvType;
@@ -54,7 +53,7 @@ impl Bench for RandSignBench {
         false
     }
 
-    fn heads(&self, layer: &TimedLayer, _: &MethodParams) -> Result<Box<NewHead>> {
+    fn heads(&self, layer: &TimedLayer, _: &BenchParams) -> Result<Box<NewHead>> {
         let rotation = Arc::new(RandomRotation::new(layer.head_dim, layer.seed));
         Ok(Box::new(move |_, _| {
             (Box::new(RandSign::new(Arc::clone(&rotation))), Fill::Keys)

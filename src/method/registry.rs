@@ -2,7 +2,9 @@
 
 use std::fmt;
 
-use super::bench::Bench;
+use serde_json::{Map, Value};
+
+use super::bench::{Bench, BenchParams};
 use super::declaration::{Ask, Declaration};
 use super::{
     Method, Place, Retriever, a2ats, ctkvr, doublesparsity, full, h2o, lfps, pqcache, quest, random,
@@ -134,6 +136,31 @@ impl fmt::Debug for MethodName {
     }
 }
 
+/// Returns the benchmarks on random data, in the order of [`METHODS`].
+pub fn benches() -> impl Iterator<Item = &'static dyn Bench> {
+    METHODS.iter().filter_map(|method| method.bench())
+}
+
+/// Checks parameters of random indexes, by their names.
+///
+/// # Errors
+/// A name or a value that no method declares.
+pub fn bench_params(values: Map<String, Value>) -> Result<BenchParams> {
+    BenchParams::among(benches().map(Bench::parameters), values)
+}
+
+/// Returns the parameters with which random indexes are like those of an artifact.
+///
+/// # Errors
+/// A value in the artifact that its method does not declare.
+pub fn bench_params_like(artifact: &Artifact) -> Result<BenchParams> {
+    bench_params(
+        benches()
+            .flat_map(|bench| bench.parameters_of(artifact))
+            .collect(),
+    )
+}
+
 /// The method that a run takes first.
 const OWN: &str = "wpq";
 
@@ -155,7 +182,30 @@ pub fn constant_bytes(method: MethodName, artifact: Option<&Artifact>) -> Result
 
 #[cfg(test)]
 mod tests {
+    use serde_json::json;
+
     use super::*;
+
+    #[test]
+    fn parameters_of_benchmarks_are_told_apart_by_their_names() {
+        let sets = benches().map(Bench::parameters);
+        let mut names: Vec<&str> = sets.flat_map(|set| set.parameters).map(|p| p.name).collect();
+        let count = names.len();
+        names.sort_unstable();
+        names.dedup();
+        assert_eq!(names.len(), count);
+        let read = |value: Value| match value {
+            Value::Object(values) => bench_params(values),
+            _ => unreachable!("an object"),
+        };
+        assert!(read(json!({"size": 64, "lfps_rows": 8})).is_ok());
+        for (wrong, says) in [
+            (json!({"size": 0}), "`size` is 0"),
+            (json!({"page": 16}), "there is no parameter `page`"),
+        ] {
+            assert_eq!(read(wrong).unwrap_err().to_string(), says);
+        }
+    }
 
     #[test]
     fn every_name_is_found_and_stands_once() {

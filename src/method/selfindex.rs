@@ -1,6 +1,6 @@
 //! Self-Indexing KVCache: sign patterns as index and as storage, arXiv 2603.14224.
 //!
-//! Calibration: rotated keys are centred in each block with the block's own centre. The signs of four neighbouring
+//! Calibration: rotated keys are centered in each block with the block's own center. The signs of four neighbouring
 //! channels form one of 16 patterns, and the centroid of a pattern is the mean of these channels over the keys that
 //! have the pattern. This gives the average of what one pass over a prompt would build from each block.
 //!
@@ -11,7 +11,7 @@
 //! Where we differ from the authors' code: there is one rule for zeros (a bit is set for x > 0); a pattern that no key
 //! has gets plus or minus the mean magnitude of its channels instead of 0/0; all rows are in position order, so
 //! generated tokens compete for the budget once they leave the window and do not displace prompt tokens from a list of
-//! fixed length; scores are f32. A later prompt is added to the sums of the centroids; the centre stays unless fewer
+//! fixed length; scores are f32. A later prompt is added to the sums of the centroids; the center stays unless fewer
 //! than 128 positions were cached before that prompt.
 
 mod bench;
@@ -39,8 +39,8 @@ pub use fit::{centroids, pattern};
 use groups::sign;
 pub use groups::{GROUP, PATTERNS, SECTION};
 pub use params::{CentroidSource, SelfIndexParams};
+pub use section::SignSection;
 use section::{CENTROID, calibrated_center};
-pub use section::{SignSection, weak_heads};
 use sums::PatternSums;
 
 /// The declaration of `selfindex`.
@@ -68,7 +68,7 @@ impl SelfIndexParams {
         })
     }
 
-    /// Returns the centre: the requested one, else the artifact's, else the median.
+    /// Returns the center: the requested one, else the artifact's, else the median.
     pub fn center(&self, artifact: Option<&Artifact>) -> Result<Center> {
         match (self.center, artifact.filter(|a| a.has(SECTION))) {
             (Some(center), _) => Ok(center),
@@ -93,7 +93,7 @@ impl SelfIndexMethod {
     ///
     /// # Errors
     /// The number of channels is not a multiple of four; calibrated centroids are requested, but the artifact has no
-    /// section or the section has another centre.
+    /// section or the section has another center.
     pub fn new(params: &SelfIndexParams, artifact: Option<&Artifact>, head_dim: usize) -> Result<Self> {
         if !head_dim.is_multiple_of(GROUP) {
             return Err(Error::unsupported(format!(
@@ -152,7 +152,7 @@ impl SelfIndexMethod {
         }
     }
 
-    /// Returns the layout of the 2-bit cache: the centre, and the number of positions in full precision.
+    /// Returns the layout of the 2-bit cache: the center, and the number of positions in full precision.
     pub fn layout(&self) -> Layout {
         Layout {
             full: self.full,
@@ -190,7 +190,7 @@ pub struct SelfIndex {
     place: Place,
     center: Center,
     source: CentroidSource,
-    centre: Vec<f32>,
+    centers: Vec<f32>,
     sums: PatternSums,
     /// The centroids, `[d/4,16,4]`.
     centroids: Vec<f32>,
@@ -211,7 +211,7 @@ impl SelfIndex {
             center,
             source,
             centroids: calibrated.unwrap_or_else(|| signs(d)),
-            centre: vec![0.0; d],
+            centers: vec![0.0; d],
             sums: PatternSums::new(d),
             signs: AlignedVec::with_capacity(0),
             full: Vec::new(),
@@ -243,14 +243,14 @@ impl Retriever for SelfIndex {
         let first = if refit { 0 } else { prompt.first };
         let rows = prompt.keys.slice(s![first.., ..]);
         if let Some(cached) = prompt.kv.signs() {
-            self.centre = cached.centre().to_vec();
+            self.centers = cached.centers().to_vec();
             self.full = cached.full_positions().to_vec();
         } else {
             if refit {
-                self.centre = self.center.of_channels(rows);
+                self.centers = self.center.of_channels(rows);
                 self.signs.clear();
             }
-            extend_signs(&mut self.signs, rows, &self.centre);
+            extend_signs(&mut self.signs, rows, &self.centers);
         }
         if self.source == CentroidSource::OnePass {
             let mut summed = compressed(first..n, &self.full);
@@ -260,13 +260,13 @@ impl Retriever for SelfIndex {
                     summed = (0..n).collect();
                 }
             }
-            let mut centred = vec![0.0; self.place.head_dim];
+            let mut centered = vec![0.0; self.place.head_dim];
             for p in summed {
                 let row = prompt.keys.row(p);
-                for ((x, k), c) in centred.iter_mut().zip(row).zip(&self.centre) {
+                for ((x, k), c) in centered.iter_mut().zip(row).zip(&self.centers) {
                     *x = k - c;
                 }
-                self.sums.add(&centred);
+                self.sums.add(&centered);
             }
             let centroids = self.sums.centroids();
             self.centroids = centroids.into_iter().map(|c| c as f32).collect();
@@ -275,7 +275,7 @@ impl Retriever for SelfIndex {
 
     fn append(&mut self, _: ArrayView2<f32>, k_rope: ArrayView2<f32>) {
         if self.place.kv != KvType::TwoBit {
-            extend_signs(&mut self.signs, k_rope, &self.centre);
+            extend_signs(&mut self.signs, k_rope, &self.centers);
         }
     }
 

@@ -5,9 +5,8 @@
 
 pub mod cuda;
 
-use super::bench::{Bench, Fill, NewHead, TimedLayer};
+use super::bench::{Bench, BenchParams, Fill, NewHead, TimedLayer};
 use super::declaration::Declaration;
-use super::params::MethodParams;
 use super::{Alike, Choice, Retriever, Step};
 use crate::error::Result;
 use crate::kv::KvType;
@@ -39,7 +38,7 @@ impl Bench for Streaming {
         false
     }
 
-    fn heads(&self, _: &TimedLayer, _: &MethodParams) -> Result<Box<NewHead>> {
+    fn heads(&self, _: &TimedLayer, _: &BenchParams) -> Result<Box<NewHead>> {
         Ok(Box::new(|_, _| (Box::new(Streaming), Fill::Nothing)))
     }
 }

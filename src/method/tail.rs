@@ -26,7 +26,7 @@ use crate::artifact::Artifact;
 use crate::compute::attention::{CachedRows, Partial};
 use crate::error::{Error, Result};
 use crate::kv::{KvHead, KvType};
-pub use section::{SECTION, SHIFT, TailSection, USED, weak_heads};
+pub use section::{SECTION, SHIFT, TailSection, USED};
 
 /// The shifts of all query heads of a model.
 pub struct Shifts {

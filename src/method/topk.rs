@@ -6,11 +6,10 @@
 
 pub mod cuda;
 
-use super::bench::{Bench, Contents, Fill, NewHead, TimedLayer, TimedOnCuda};
+use super::bench::{Bench, BenchParams, Contents, Fill, NewHead, TimedLayer, TimedOnCuda};
 use super::best::largest;
 use super::cuda::{CudaMethod, Indexes, OnDevice};
 use super::declaration::Declaration;
-use super::params::MethodParams;
 use super::{Alike, Choice, Reads, Retriever, Step, add_probabilities, everything};
 use crate::compute::layout::elements_mut;
 use crate::compute::products::all_products;
@@ -63,7 +62,7 @@ impl Bench for TopK {
         TimedOnCuda::Model
     }
 
-    fn heads(&self, _: &TimedLayer, _: &MethodParams) -> Result<Box<NewHead>> {
+    fn heads(&self, _: &TimedLayer, _: &BenchParams) -> Result<Box<NewHead>> {
         Ok(Box::new(|_, _| (Box::new(TopK), Fill::Nothing)))
     }
 

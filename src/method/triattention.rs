@@ -32,7 +32,7 @@ use crate::artifact::Artifact;
 use crate::compute::attention::visible;
 use crate::error::{Error, Result};
 use crate::model::rope::Ropes;
-pub use section::{Q_ABS, Q_MEAN, SECTION, TriAttentionSection, weak_heads};
+pub use section::{Q_ABS, Q_MEAN, SECTION, TriAttentionSection};
 use series::largest_normalised;
 pub use series::{MeanQueries, OFFSETS};
 

@@ -33,7 +33,7 @@ use choose::{choose, scratch_bytes, static_scores};
 pub use codebook::{HeadCodebook, HeadCodebooks};
 pub use path::MeanPath;
 use section::STAGES;
-pub use section::{CHOL, CODEBOOK, Center, MEAN, MEAN_PRE, ROTATION, SECTION, WpqSection, weak_heads};
+pub use section::{CHOL, CODEBOOK, Center, MEAN, MEAN_PRE, ROTATION, SECTION, WpqSection};
 
 /// The declaration of `wpq`.
 pub static METHOD: Declaration = Declaration {

@@ -14,7 +14,7 @@
 //! # Numerics
 //!
 //! The nearest centroid is found as the argmax of the score `x·c - ||c||²/2` in f32, whose error grows with
-//! `||x|| ||c||`: **points are expected to be centred**. With an offset much larger than the spread the
+//! `||x|| ||c||`: **points are expected to be centered**. With an offset much larger than the spread the
 //! choice is approximate ([`Codebook::nearest`] has the bound). Distances never come from scores; they are
 //! recomputed as `sum (x - c)²` for the chosen centroid. Means and inertia are summed in f64. Finite values
 //! whose squares overflow f32 give a useless codebook, but no panic.

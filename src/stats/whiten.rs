@@ -85,7 +85,7 @@ impl Metric {
     }
 }
 
-/// Whitens and centres keys: z = k L - mean.
+/// Whitens and centers keys: z = k L - mean.
 ///
 /// # Shapes
 /// keys `[n,d]`, chol `[d,d]` lower, mean `[d]`; result `[n,d]`.

@@ -6,7 +6,7 @@ use crate::env;
 use crate::error::Result;
 use crate::kv::{Budget, KvType};
 use crate::method::Ranking;
-use crate::method::bench::{CodeForm, TimedLayer};
+use crate::method::bench::{BenchParams, TimedLayer};
 use crate::method::registry::MethodName;
 use crate::model::ModelConfig;
 
@@ -21,8 +21,8 @@ pub struct QuickLayer<'a> {
     pub config: &'a ModelConfig,
     /// Positions that the layer sees.
     pub context: usize,
-    /// Codewords per KV head for method a2ats.
-    pub codewords: usize,
+    /// Parameters of the index.
+    pub params: BenchParams,
     /// How much a step chooses.
     pub budget: Budget,
     /// Type of the cache.
@@ -45,7 +45,7 @@ impl QuickLayer<'_> {
         config.head_dim.is_multiple_of(CHANNELS)
     }
 
-    /// Times a method with default parameters on the CPU; `None` if it has no benchmark.
+    /// Times a method on the CPU; `None` if it has no benchmark.
     ///
     /// # Errors
     /// A step that fails; an interrupt.
@@ -58,13 +58,11 @@ impl QuickLayer<'_> {
             kv_heads: self.config.n_kv_heads,
             head_dim: self.config.head_dim,
             context: self.context,
-            codewords: self.codewords,
-            code: CodeForm::default(),
             ranking: Ranking::Fast,
             seed: self.seed,
         };
-        let setting =
-            LayerSetting::attending((self.budget, self.kv), layer, self.config.group(), method, bench);
+        let (caches, params) = ((self.budget, self.kv), self.params.clone());
+        let setting = LayerSetting::attending(caches, params, layer, self.config.group(), method, bench);
         env::check()?;
         let mut steps = CpuSteps::new(&setting)?;
         steps.run()?;

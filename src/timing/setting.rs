@@ -3,9 +3,7 @@
 use ndarray::Array2;
 
 use crate::kv::{Budget, KvHead, KvType, StaticSet};
-use crate::method::bench::{Bench, TimedLayer};
-use crate::method::lfps::LfpsParams;
-use crate::method::params::MethodParams;
+use crate::method::bench::{Bench, BenchParams, TimedLayer};
 use crate::method::registry::MethodName;
 use crate::method::{Choice, Ranking, Reads, Step};
 
@@ -19,8 +17,8 @@ pub struct LayerSetting {
     pub budget: Budget,
     /// Type of the cache.
     pub kv: KvType,
-    /// Parameters of lfps.
-    pub lfps: LfpsParams,
+    /// Parameters of the index.
+    pub params: BenchParams,
     /// The layer.
     pub layer: TimedLayer,
     /// Query heads per KV head, r.
@@ -39,9 +37,10 @@ pub const SINKS: usize = 4;
 pub const WINDOW: usize = 64;
 
 impl LayerSetting {
-    /// Returns the steps of one method with default parameters that choose and attend.
+    /// Returns the steps of one method that choose and attend.
     pub fn attending(
         (budget, kv): (Budget, KvType),
+        params: BenchParams,
         layer: TimedLayer,
         group: usize,
         method: MethodName,
@@ -50,7 +49,7 @@ impl LayerSetting {
         Self {
             budget,
             kv,
-            lfps: LfpsParams::default(),
+            params,
             layer,
             group,
             method,
@@ -89,14 +88,6 @@ impl LayerSetting {
         self.budget.positions(self.layer.context)
     }
 
-    /// Returns the parameters of all methods.
-    pub fn params(&self) -> MethodParams {
-        MethodParams {
-            lfps: self.lfps.clone(),
-            ..MethodParams::default()
-        }
-    }
-
     /// Tells whether a step reads cached rows.
     pub fn holds_rows(&self) -> bool {
         self.attends || self.bench.reads_rows(self.kv)
@@ -125,9 +116,14 @@ impl LayerSetting {
         }
     }
 
+    /// Counts the bytes of the layer's index that a step on a GPU reads.
+    fn index_bytes(&self) -> usize {
+        self.bench.index_bytes(&self.layer, &self.params)
+    }
+
     /// Counts the bytes of one copy of the layer's data: cached rows, and the index that a step on a GPU reads.
     pub fn copy_bytes(&self) -> usize {
-        self.row_bytes() + self.bench.index_bytes(&self.layer)
+        self.row_bytes() + self.index_bytes()
     }
 
     /// Counts the copies of the layer's data that together exceed the processor's caches.
@@ -138,7 +134,7 @@ impl LayerSetting {
     /// Counts the bytes of all copies and of the prompts' queries, which one thread per core draws; as an f64, in which
     /// no product overflows. The flags' limits keep all other sizes below 2^64.
     pub fn bytes(&self) -> f64 {
-        let queries = self.group * self.lfps.lfps_rows.min(self.layer.context);
+        let queries = self.group * self.bench.prompt_queries(&self.layer, &self.params);
         let drawn = 4.0 * (queries * self.layer.head_dim * rayon::current_num_threads()) as f64;
         self.copies() as f64 * self.copy_bytes() as f64 + drawn
     }
@@ -163,7 +159,7 @@ impl LayerSetting {
             true => set.len() + self.budget().min(set.candidates.len()),
             false => self.layer.context,
         };
-        self.bench.index_bytes(&self.layer) + self.row_bytes() / self.layer.context * attended
+        self.index_bytes() + self.row_bytes() / self.layer.context * attended
     }
 
     /// Names what is timed.

@@ -89,7 +89,7 @@ pub struct CpuSteps<'a> {
 impl<'a> CpuSteps<'a> {
     /// Prepares the steps of a setting.
     pub fn new(setting: &'a LayerSetting) -> Result<Self> {
-        let new = setting.bench.heads(&setting.layer, &setting.params())?;
+        let new = setting.bench.heads(&setting.layer, &setting.params)?;
         let g = setting.layer.kv_heads;
         let n = setting.layer.sequences * g;
         let seed = |i: usize| setting.layer.seed.wrapping_add(i as u64);

@@ -96,11 +96,11 @@ impl Case {
             Data::Offset => x += 100.0,
             Data::Constant => x.fill(0.75),
             Data::Planted => {
-                let centres = self.planted();
-                for (mut x, centres) in x.outer_iter_mut().zip(centres.outer_iter()) {
+                let centers = self.planted();
+                for (mut x, centers) in x.outer_iter_mut().zip(centers.outer_iter()) {
                     for (i, mut row) in x.rows_mut().into_iter().enumerate() {
                         row *= 0.1;
-                        row += &centres.row(i % self.size);
+                        row += &centers.row(i % self.size);
                     }
                 }
             }
@@ -108,7 +108,7 @@ impl Case {
         x
     }
 
-    /// The centres of planted groups, `[b,M,d]`.
+    /// The centers of planted groups, `[b,M,d]`.
     fn planted(&self) -> Array3<f32> {
         let mut rng = self.rng(2);
         Array3::from_shape_simple_fn((self.heads, self.size, self.d), || 10.0 * normal(&mut rng))

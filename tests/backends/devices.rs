@@ -7,7 +7,7 @@ use kvsmith::internal::compute::cuda::Cuda;
 use kvsmith::internal::compute::cuda::driver::Driver;
 use kvsmith::internal::compute::cuda::nvidia::Nvidia;
 use kvsmith::internal::compute::device::Device;
-use kvsmith::internal::compute::gpu::{Gpu, GpuLimits};
+use kvsmith::internal::compute::wgpu::{Wgpu, WgpuLimits};
 use kvsmith::internal::error::Error;
 
 use super::emulated::{Emulated, perturbed_one_in};
@@ -30,7 +30,7 @@ pub struct Entry {
 pub fn all() -> Vec<Entry> {
     // Small enough that the rows, centroids, sums and dispatches of most cases are cut into pieces: 64 rows
     // or centroids of 64 channels, or the moments of as many.
-    let limits = GpuLimits {
+    let limits = WgpuLimits {
         buffer_bytes: 4 * 64 * 64,
         groups: 3,
     };
@@ -43,8 +43,8 @@ pub fn all() -> Vec<Entry> {
             most_channels: usize::MAX,
             one_in: 1,
         },
-        gpu("wgpu", Gpu::open(GpuLimits::NONE), usize::MAX),
-        gpu("wgpu-in-pieces", Gpu::open(limits), 64),
+        adapter("wgpu", Wgpu::open(WgpuLimits::NONE), usize::MAX),
+        adapter("wgpu-in-pieces", Wgpu::open(limits), 64),
         cuda(),
         emulated("emulated", Emulated::new),
         emulated("perturbed", Emulated::perturbed),
@@ -52,8 +52,8 @@ pub fn all() -> Vec<Entry> {
 }
 
 /// An adapter; in pieces, or on a processor that stands in for one, it gets the small cases.
-fn gpu(name: &'static str, device: Result<Gpu, Error>, most_channels: usize) -> Entry {
-    let slow = most_channels < usize::MAX || device.as_ref().is_ok_and(Gpu::is_software);
+fn adapter(name: &'static str, device: Result<Wgpu, Error>, most_channels: usize) -> Entry {
+    let slow = most_channels < usize::MAX || device.as_ref().is_ok_and(Wgpu::is_software);
     let device = device.map(|device| Arc::new(device) as Arc<dyn Device>);
     Entry {
         name,

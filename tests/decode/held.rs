@@ -15,8 +15,8 @@ use kvsmith::internal::method::lfps::cuda::{Lfps, LfpsWorkspace};
 pub struct HeadSigns<'a> {
     /// `sign_bytes(d)` per position.
     pub signs: &'a [u8],
-    /// Centre of each channel, `[d]`.
-    pub centre: &'a [f32],
+    /// Center of each channel, `[d]`.
+    pub centers: &'a [f32],
     /// Positions of the full-precision tokens, ascending.
     pub full: &'a [u32],
 }
@@ -24,8 +24,8 @@ pub struct HeadSigns<'a> {
 /// The contents of [`Signs`].
 #[derive(Debug, PartialEq)]
 pub struct HeldSigns {
-    /// Centres, `[b,g,d]`.
-    pub centre: Vec<f32>,
+    /// Centers, `[b,g,d]`.
+    pub centers: Vec<f32>,
     /// `[b,g,capacity,words]`; the lowest bit belongs to the first channel.
     pub signs: Vec<u32>,
     /// Positions of the full-precision tokens of each KV head, ascending.
@@ -40,7 +40,7 @@ pub fn signs_of<'d>(driver: &'d dyn Driver, shape: Shape, heads: &[HeadSigns<'_>
     assert_eq!(heads.len(), shape.heads());
     let mut signs = vec![0u32; shape.heads() * shape.capacity * words];
     for (to, head) in signs.chunks_mut(shape.capacity * words).zip(heads) {
-        assert!(head.signs.len() <= shape.capacity * sign_bytes(d) && head.centre.len() == d);
+        assert!(head.signs.len() <= shape.capacity * sign_bytes(d) && head.centers.len() == d);
         for (to, row) in to.chunks_mut(words).zip(head.signs.chunks(sign_bytes(d))) {
             for (i, byte) in row.iter().enumerate() {
                 to[i / 4] |= u32::from(*byte) << (8 * (i % 4));
@@ -49,9 +49,9 @@ pub fn signs_of<'d>(driver: &'d dyn Driver, shape: Shape, heads: &[HeadSigns<'_>
     }
     let full: Vec<u32> = padded(heads.iter().map(|head| head.full), FULL, 0);
     let counts: Vec<u32> = heads.iter().map(|head| head.full.len() as u32).collect();
-    let centre: Vec<f32> = heads.iter().flat_map(|head| head.centre).copied().collect();
+    let centers: Vec<f32> = heads.iter().flat_map(|head| head.centers).copied().collect();
     to.signs.write(&signs).unwrap();
-    to.centre.write(&centre).unwrap();
+    to.centers.write(&centers).unwrap();
     to.full.write(&full).unwrap();
     to.full_count.write(&counts).unwrap();
     to
@@ -61,7 +61,7 @@ pub fn held_signs(signs: &Signs<'_>) -> HeldSigns {
     let (full, counts) = (signs.full.read().unwrap(), signs.full_count.read().unwrap());
     let full = full.chunks(FULL).zip(counts);
     HeldSigns {
-        centre: signs.centre.read().unwrap(),
+        centers: signs.centers.read().unwrap(),
         signs: signs.signs.read().unwrap(),
         full: full
             .map(|(full, n)| full[..FULL.min(n as usize)].to_vec())
@@ -76,7 +76,7 @@ pub fn packed_layer<'d>(driver: &'d dyn Driver, shape: Shape, heads: &[&Packed])
     let mut layer = PackedLayer::new(driver, shape).unwrap();
     let signs = heads.iter().map(|packed| HeadSigns {
         signs: packed.keys.signs(),
-        centre: packed.keys.centre(),
+        centers: packed.keys.centers(),
         full: packed.keys.full_positions(),
     });
     layer.signs = signs_of(driver, shape, &signs.collect::<Vec<_>>());

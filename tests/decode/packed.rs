@@ -51,7 +51,7 @@ pub fn check(driver: &dyn Driver, case: &Case) {
     let (shape, n) = (case.shape, case.n);
     let (r, d) = (shape.group, shape.head_dim);
     let Special { most, layout } = case.special;
-    // Channels of very different centres and sizes.
+    // Channels of very different centers and sizes.
     let sizes: Vec<(f32, f32)> = (0..d)
         .map(|_| {
             (
@@ -101,7 +101,7 @@ pub fn check(driver: &dyn Driver, case: &Case) {
             .map(|p| (row(&cache.keys, p), row(&cache.values, p)))
             .collect();
         compare(
-            &Precision::packed(cache.keys.centre(), &attended),
+            &Precision::packed(cache.keys.centers(), &attended),
             query,
             &attended,
             &out[at * d..(at + 1) * d],

@@ -65,7 +65,7 @@ pub fn cases() -> Vec<Case> {
     ]
 }
 
-/// Keys whose channels have very different centres and sizes, one of them constant.
+/// Keys whose channels have very different centers and sizes, one of them constant.
 fn keys(rng: &mut ChaCha8Rng, rows: usize, d: usize) -> Vec<f32> {
     let channels: Vec<(f32, f32)> = (0..d)
         .map(|_| (normal(rng) * 5.0, 10f32.powf(rng.r#gen::<f32>() * 2.0 - 1.0)))
@@ -221,7 +221,7 @@ fn compare(driver: &dyn Driver, shape: Shape, references: &[Reference], layer: &
     let theirs = packed_layer(driver, shape, &caches);
     let (own, cpu) = (held_signs(&layer.signs), held_signs(&theirs.signs));
     assert_eq!(own.full, cpu.full, "{when}: positions that come first");
-    assert_eq!(own.centre, cpu.centre, "{when}: centres");
+    assert_eq!(own.centers, cpu.centers, "{when}: centers");
     assert_eq!(own.signs, cpu.signs, "{when}: signs");
     assert_eq!(
         layer.alpha.read().unwrap(),

@@ -42,20 +42,20 @@ pub fn check(driver: &dyn Driver, case: &Case) {
     let mut rng = case.rng();
     let ([b, g, r, d], shape) = (case.sizes(), case.shape);
     let lens = case.lens(5);
-    let centres = normals(&mut rng, b * g * d);
+    let centers = normals(&mut rng, b * g * d);
     let rows = Rows::new(&mut rng, case.ties, 3, d);
     let mut signs: Vec<AlignedVec<u8>> = vec![AlignedVec::with_capacity(0); b * g];
     let mut full: Vec<Vec<u32>> = Vec::new();
     for (at, signs) in signs.iter_mut().enumerate() {
         let n = lens[at / g];
         let keys = rows.draw(&mut rng, n);
-        extend_signs(signs, matrix(&keys, 0, [n, d]), &centres[at * d..(at + 1) * d]);
+        extend_signs(signs, matrix(&keys, 0, [n, d]), &centers[at * d..(at + 1) * d]);
         full.push(some_of(&mut rng, 0..n, case.special));
     }
     let heads: Vec<HeadSigns> = (0..b * g)
         .map(|at| HeadSigns {
             signs: &signs[at],
-            centre: &centres[at * d..(at + 1) * d],
+            centers: &centers[at * d..(at + 1) * d],
             full: &full[at],
         })
         .collect();
@@ -71,7 +71,7 @@ pub fn check(driver: &dyn Driver, case: &Case) {
             .append(&upload(driver, &keys), 1, &batch.positions)
             .unwrap();
         for (at, signs) in signs.iter_mut().enumerate() {
-            extend_signs(signs, matrix(&keys, at, [1, d]), &centres[at * d..(at + 1) * d]);
+            extend_signs(signs, matrix(&keys, at, [1, d]), &centers[at * d..(at + 1) * d]);
         }
         let queries = normals(&mut rng, b * g * r * d);
         let uploaded = upload(driver, &queries);

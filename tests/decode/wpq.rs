@@ -254,9 +254,9 @@ fn numbers(
 fn check_code(of: &Quantiser, key: &[f32], position: usize, code: &[Vec<usize>]) {
     let d = key.len() as f64;
     let (path, bounds) = of.path(position);
-    let centred = key.iter().zip(&of.mean).zip(&path);
-    let centred: Vec<f64> = centred.map(|((k, m), path)| f64::from(*k) - m - path).collect();
-    let (z, sizes) = mapped(&centred, &of.key_map);
+    let centered = key.iter().zip(&of.mean).zip(&path);
+    let centered: Vec<f64> = centered.map(|((k, m), path)| f64::from(*k) - m - path).collect();
+    let (z, sizes) = mapped(&centered, &of.key_map);
     let (_, of_path) = mapped(&bounds, &of.key_map);
     let off = sizes
         .iter()

@@ -276,7 +276,7 @@ struct Tally {
     near_ties: usize,
 }
 
-/// Runs `cases` random histories; `make` gives the program and its model, with the centre of the case.
+/// Runs `cases` random histories; `make` gives the program and its model, with the center of the case.
 pub fn cases<M: Model>(
     cases: u64,
     mut make: impl FnMut(&mut ChaCha8Rng, &Place, Center) -> (M::Program, M),

@@ -73,7 +73,7 @@ impl Inputs {
             kind = Kind::Captured;
         }
         let layers = layers();
-        let centre = if rng.gen_bool(0.5) { 2.0 } else { 4.0 };
+        let center = if rng.gen_bool(0.5) { 2.0 } else { 4.0 };
         Self {
             kind,
             sinks: place.sinks,
@@ -81,7 +81,7 @@ impl Inputs {
             pool: (0..rng.gen_range(2..7)).map(|_| row(rng)).collect(),
             towards: row(rng),
             strength: (0..place.group)
-                .map(|_| centre * rng.gen_range(0.2..1.6f32))
+                .map(|_| center * rng.gen_range(0.2..1.6f32))
                 .collect(),
             layer: &layers[rng.gen_range(0..layers.len())],
             kv_head: place.kv_head,

@@ -3,7 +3,7 @@
 use half::f16;
 use kvsmith::internal::kv::packed::Center;
 
-use super::selfindex::{centre, centred, full_after};
+use super::selfindex::{centered, centers, full_after};
 use super::*;
 
 /// Half a unit in the last place of an f16, and the smallest step it has.
@@ -57,7 +57,7 @@ struct Row {
 pub struct NaivePacked {
     rows: Vec<Row>,
     full: BTreeSet<usize>,
-    centre: Vec<f32>,
+    centers: Vec<f32>,
     alpha: Vec<f64>,
 }
 
@@ -80,14 +80,14 @@ impl NaivePacked {
             row.full = self.full.contains(&p);
         }
         if fit {
-            self.centre = centre(history, center);
+            self.centers = centers(history, center);
             let others: Vec<&Row> = self.rows.iter().filter(|r| !r.full).collect();
             let used: Vec<&Row> = match others.len() < 64 {
                 true => self.rows.iter().collect(),
                 false => others,
             };
             let largest = |i: usize| {
-                let magnitudes = used.iter().map(|r| centred(&r.key, &self.centre)[i].abs());
+                let magnitudes = used.iter().map(|r| centered(&r.key, &self.centers)[i].abs());
                 match magnitudes.fold(0.0, f64::max) {
                     0.0 => 1.0,
                     alpha => alpha,
@@ -109,10 +109,10 @@ impl NaivePacked {
     /// Checks what the cache gives for every position.
     pub fn check(&self, keys: &Matrix, values: &Matrix) -> Result<(), String> {
         for (p, row) in self.rows.iter().enumerate() {
-            let x = centred(&row.key, &self.centre);
+            let x = centered(&row.key, &self.centers);
             if row.full {
                 for i in 0..x.len() {
-                    let c = f64::from(self.centre[i]);
+                    let c = f64::from(self.centers[i]);
                     let key = half(x[i]) + c;
                     near("full key", keys[p][i], key, 2e-7 * key.abs().max(c.abs()))?;
                     near("full value", values[p][i], half(row.value[i]), 0.0)?;
@@ -130,7 +130,7 @@ impl NaivePacked {
                 )),
             };
             for (i, (reads, off)) in groups_of_32(&relative).into_iter().enumerate() {
-                let c = f64::from(self.centre[i]);
+                let c = f64::from(self.centers[i]);
                 let sign = if x[i] > 0.0 { 1.0 } else { -1.0 };
                 let scale = self.alpha[i];
                 let reads: Vec<f64> = reads.iter().map(|r| c + sign * r * scale).collect();

@@ -48,7 +48,7 @@ struct NaiveSelfIndex {
     shared: usize,
 }
 
-/// The centre of one channel.
+/// The center of one channel.
 pub fn center_of(center: Center, values: &[f64]) -> f64 {
     match center {
         Center::Mean => values.iter().sum::<f64>() / values.len() as f64,
@@ -60,18 +60,18 @@ pub fn center_of(center: Center, values: &[f64]) -> f64 {
     }
 }
 
-/// Centre of every channel, in f32.
-pub fn centre(history: &History, center: Center) -> Vec<f32> {
+/// Center of every channel, in f32.
+pub fn centers(history: &History, center: Center) -> Vec<f32> {
     let keys = &history.base().keys;
     (0..history.place.head_dim)
         .map(|i| center_of(center, &keys.iter().map(|k| k[i]).collect::<Vec<_>>()) as f32)
         .collect()
 }
 
-/// k - centre, in f32 as the sign rule says.
-pub fn centred(key: &[f64], centre: &[f32]) -> Vec<f64> {
+/// k - center, in f32 as the sign rule says.
+pub fn centered(key: &[f64], centers: &[f32]) -> Vec<f64> {
     key.iter()
-        .zip(centre)
+        .zip(centers)
         .map(|(k, c)| f64::from(*k as f32 - c))
         .collect()
 }
@@ -118,9 +118,9 @@ impl NaiveSelfIndex {
         }
     }
 
-    /// The centred rows whose patterns are averaged: all at the last fit and those of prompts since, but
+    /// The centered rows whose patterns are averaged: all at the last fit and those of prompts since, but
     /// for the full ones.
-    fn summed(&self, history: &History, centre: &[f32]) -> Matrix {
+    fn summed(&self, history: &History, centers: &[f32]) -> Matrix {
         let mut rows = Vec::new();
         let mut full = BTreeSet::new();
         for turn in history.turns() {
@@ -135,7 +135,7 @@ impl NaiveSelfIndex {
             if fit {
                 rows.clear();
             }
-            rows.extend(used.iter().map(|p| centred(&turn.keys[*p], centre)));
+            rows.extend(used.iter().map(|p| centered(&turn.keys[*p], centers)));
         }
         rows
     }
@@ -167,14 +167,14 @@ impl NaiveSelfIndex {
 
     /// The key that each position's signs stand for.
     fn reconstructed(&self, history: &History) -> Matrix {
-        let centre = centre(history, self.center);
-        let rows = self.summed(history, &centre);
+        let centers = centers(history, self.center);
+        let rows = self.summed(history, &centers);
         let groups = history.place.head_dim / 4;
         let centroids: Vec<Matrix> = (0..groups)
             .map(|g| (0..16).map(|code| self.centroid(&rows, g, code)).collect())
             .collect();
         let of = |key: &[f64]| -> Vec<f64> {
-            let x = centred(key, &centre);
+            let x = centered(key, &centers);
             (0..groups)
                 .flat_map(|g| centroids[g][pattern(&x[4 * g..4 * g + 4])].clone())
                 .collect()

@@ -89,8 +89,7 @@ impl<'d> CudaSteps<'d> {
         let contents = Contents {
             limits: &vec![limits; copies],
             seeds: &seeds,
-            codewords: layer.codewords,
-            code: layer.code,
+            params: &setting.params,
         };
         let indexes = setting.bench.indexes(at, &contents)?;
         let copies = indexes.into_iter().zip(seeds).map(|(index, seed)| {

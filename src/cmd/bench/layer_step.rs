@@ -6,23 +6,21 @@ use std::collections::BTreeMap;
 use serde_json::json;
 
 use super::cuda_step;
-use super::kmeans::parse_size;
 use super::report::{Results, Times, against_read_loop, check_memory, free_bytes, measure};
 use super::timed::{check, methods_help, ranking_help, warn_of_unused};
 use crate::cmd::args::Global;
 use crate::cmd::flags::{Trimmed, at_least_one};
 use crate::cmd::merge;
-use crate::cmd::parameters::{self, Flags, choice};
+use crate::cmd::parameters::{self, BenchFlags, choice};
 use crate::compute::DeviceKind;
 use crate::compute::cuda::Cuda;
 use crate::env;
 use crate::error::{Error, Result};
 use crate::float::Float;
 use crate::kv::{Budget, KvType, packed};
-use crate::method::bench::{CodeForm, TimedLayer};
+use crate::method::bench::TimedLayer;
 use crate::method::registry::MethodName;
-use crate::method::wpq::Center;
-use crate::method::{CPU_GRANULE, Ranking, lfps};
+use crate::method::{CPU_GRANULE, Ranking};
 use crate::numbers::plain;
 use crate::runner::DecodeOptions;
 use crate::timing::{self, CpuSteps, LayerSetting, SINKS, WINDOW};
@@ -54,28 +52,12 @@ pub struct LayerArgs {
     #[command(flatten)]
     caches: Caches,
     #[command(flatten)]
-    lfps: Flags<lfps::LfpsParams>,
+    parameters: BenchFlags,
     #[arg(long, value_parser = choice::<Ranking>(), default_value_t = Ranking::Fast, help = ranking_help())]
     ranking: Ranking,
     /// Number of timed runs
     #[arg(long, value_name = "N", default_value_t = 20, value_parser = at_least_one)]
     runs: usize,
-    /// Words per group of a 64-bit code of method wpq
-    #[arg(long, value_name = "N", default_value = "16", value_parser = clap::builder::PossibleValuesParser::new(["16", "256"]))]
-    wpq_words: String,
-    /// What method wpq subtracts from the keys before it encodes them
-    #[arg(long, value_parser = choice::<Center>(), default_value_t = Center::Path)]
-    wpq_center: Center,
-}
-
-impl LayerArgs {
-    /// Returns the form of the codes of wpq.
-    fn code(&self) -> CodeForm {
-        CodeForm {
-            words: if self.wpq_words == "16" { 16 } else { 256 },
-            has_path: self.wpq_center == Center::Path,
-        }
-    }
 }
 
 /// The caches that steps read, and how much they choose.
@@ -90,9 +72,6 @@ pub struct Caches {
     /// Element type of the KV cache; 2bit is available on the CPU only
     #[arg(long, value_parser = choice::<KvType>(), value_name = "TYPE", default_value_t = KvType::Bf16)]
     pub kv: KvType,
-    /// Codewords per KV head for method a2ats
-    #[arg(long, value_name = "M", default_value_t = 4096, value_parser = parse_size)]
-    pub size: usize,
 }
 
 impl Caches {
@@ -176,7 +155,7 @@ fn open_cuda(args: &LayerArgs, global: &Global) -> Result<Option<Cuda>> {
 /// Times every combination; `attends` tells `bench attend` from `bench retrieve`.
 pub fn run(args: &LayerArgs, attends: bool, global: &Global) -> Result<()> {
     check(&args.methods, args.ranking, global.device)?;
-    warn_of_unused(&args.methods, args.caches.kv == KvType::TwoBit, global);
+    warn_of_unused(&args.methods, global);
     let cuda = open_cuda(args, global)?;
     let driver = cuda.as_ref().map(Cuda::driver);
     let mut settings = settings(args, attends, global.seed);
@@ -281,8 +260,6 @@ fn settings(args: &LayerArgs, attends: bool, seed: u64) -> Vec<LayerSetting> {
                     kv_heads,
                     head_dim,
                     context,
-                    codewords: args.caches.size,
-                    code: args.code(),
                     ranking: args.ranking,
                     seed,
                 };
@@ -291,7 +268,7 @@ fn settings(args: &LayerArgs, attends: bool, seed: u64) -> Vec<LayerSetting> {
                 out.extend(timed.map(|(method, bench)| LayerSetting {
                     budget: args.caches.budget,
                     kv: args.caches.kv,
-                    lfps: args.lfps.0.clone(),
+                    params: args.parameters.0.clone(),
                     layer,
                     group: n_heads / kv_heads,
                     method,

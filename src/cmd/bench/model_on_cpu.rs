@@ -15,8 +15,7 @@ use crate::cmd::flags::WeightsFlag;
 use crate::cmd::{merge, open_model};
 use crate::env;
 use crate::error::{Error, Result};
-use crate::kv::KvType;
-use crate::method::bench::{Bench, CodeForm, TimedLayer};
+use crate::method::bench::{Bench, TimedLayer};
 use crate::method::full::Full;
 use crate::method::registry::MethodName;
 use crate::method::{Place, Ranking};
@@ -36,7 +35,7 @@ pub(super) fn run(args: &ModelArgs, global: &Global) -> Result<()> {
                 .hint(format!("--methods accepts {}", listed(&methods(|_| true)))),
         );
     }
-    warn_of_unused(&args.methods, args.caches.kv == KvType::TwoBit, global);
+    warn_of_unused(&args.methods, global);
     let quant = args.weights.map(WeightsFlag::quant);
     // What cannot be timed is refused before anything is.
     let open = |path: &PathBuf| -> Result<(String, Decoder)> {
@@ -121,13 +120,18 @@ impl Timing<'_> {
             kv_heads: c.n_kv_heads,
             head_dim: c.head_dim,
             context,
-            codewords: caches.size,
-            code: CodeForm::default(),
             ranking: Ranking::Fast,
             seed: self.seed,
         };
         let group = c.n_heads / c.n_kv_heads;
-        let setting = LayerSetting::attending((caches.budget, caches.kv), layer, group, method, bench);
+        let setting = LayerSetting::attending(
+            (caches.budget, caches.kv),
+            args.parameters.0.clone(),
+            layer,
+            group,
+            method,
+            bench,
+        );
         // No sequence is opened, so that nothing asks this method.
         let unasked = |_: &Place| Full;
         let mut engine = Engine::new(Box::new(forward), &unasked, options);
@@ -206,7 +210,7 @@ fn check(args: &ModelArgs, c: &ModelConfig, weights: f64) -> Result<()> {
 /// Makes the caches and indexes of all layers. The heads of one layer are drawn, those of the others are copies at other
 /// addresses.
 fn filled(setting: &LayerSetting, layers: usize) -> Result<Vec<Vec<FilledHead>>> {
-    let new = setting.bench.heads(&setting.layer, &setting.params())?;
+    let new = setting.bench.heads(&setting.layer, &setting.params)?;
     let heads = (0..setting.layer.kv_heads).into_par_iter();
     let heads = heads.map(|i| BenchHead::new(setting, &new, i, setting.layer.seed.wrapping_add(i as u64)));
     let first: Vec<BenchHead> = heads.collect::<Result<_>>()?;

@@ -12,7 +12,7 @@ use super::{cuda_step, model_on_cpu};
 use crate::cmd::args::{Global, model_folder};
 use crate::cmd::flags::{Trimmed, WeightsFlag, at_least_one};
 use crate::cmd::merge;
-use crate::cmd::parameters;
+use crate::cmd::parameters::{self, BenchFlags};
 use crate::compute::DeviceKind;
 use crate::compute::Workload;
 use crate::compute::cpu::Cpu;
@@ -70,6 +70,8 @@ pub struct ModelArgs {
     pub methods: Vec<MethodName>,
     #[command(flatten)]
     pub caches: Caches,
+    #[command(flatten)]
+    pub parameters: BenchFlags,
     /// Number of timed runs of ten steps each
     #[arg(long, value_name = "N", default_value_t = 10, value_parser = at_least_one)]
     pub runs: usize,
@@ -152,7 +154,7 @@ fn settings<'a>(args: &'a ModelArgs, global: &Global) -> Result<Vec<ModelSetting
 
 /// Times every combination on a GPU.
 fn on_gpu(args: &ModelArgs, settings: &[ModelSetting], driver: &dyn Driver, global: &Global) -> Result<()> {
-    warn_of_unused(&args.methods, false, global);
+    warn_of_unused(&args.methods, global);
     let bandwidth = cuda_step::bandwidth(driver, args.runs)?;
     let log = global.log();
     log.note(&format!("read bandwidth of a plain loop: {bandwidth:.1} GB/s"));
@@ -245,7 +247,14 @@ impl ModelSetting<'_> {
     ) -> Result<CudaBackend<'d>> {
         let body = Body::random(driver, self.config.clone(), self.seed)?;
         let sizes = [self.batch, context, STEPS * (self.args.runs + 1)];
-        CudaBackend::random(body, self.bench, self.args.caches.size, options, sizes, self.seed)
+        CudaBackend::random(
+            body,
+            self.bench,
+            &self.args.parameters.0,
+            options,
+            sizes,
+            self.seed,
+        )
     }
 
     /// Times the steps and adds the result.

@@ -1,8 +1,8 @@
 //! Which methods can be timed, and how, as the methods themselves say.
 
 use crate::cmd::args::Global;
+use crate::cmd::parameters::flag_names;
 pub(super) use crate::cmd::reading::listed;
-use crate::cmd::reading::warn_of_methods;
 use crate::compute::DeviceKind;
 use crate::error::{Error, Result};
 use crate::method::Ranking;
@@ -22,12 +22,16 @@ pub fn without(methods: &[MethodName], holds: impl Fn(&'static dyn Bench) -> boo
 }
 
 /// Warns of flags that apply to methods that are not timed.
-pub fn warn_of_unused(asked: &[MethodName], packed: bool, global: &Global) {
-    warn_of_methods(asked, packed, global);
-    let is_asked = |name: &str| asked.iter().any(|method| method.as_str() == name);
-    for (flag, method) in [("size", "a2ats"), ("wpq-words", "wpq"), ("wpq-center", "wpq")] {
-        if global.given.iter().any(|given| given == flag) && !is_asked(method) {
-            let warning = format!("--{flag} has no effect here: it applies to method {method} only");
+pub fn warn_of_unused(asked: &[MethodName], global: &Global) {
+    for method in METHODS.iter().filter(|method| !asked.contains(method)) {
+        let flags = method.bench().map(|bench| flag_names(&bench.parameters()));
+        for flag in flags
+            .unwrap_or_default()
+            .iter()
+            .filter(|flag| global.given.contains(flag))
+        {
+            let name = method.as_str();
+            let warning = format!("--{flag} has no effect here: it applies to method {name} only");
             global.log().warn(&warning);
         }
     }

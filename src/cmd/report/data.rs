@@ -152,8 +152,7 @@ impl Sources<'_> {
             rows().any(|row| row[key].as_array().is_some_and(|list| list.len() >= least))
         };
         let losses = self.verdict().is_some() || rows().any(|row| row["kl"].is_number());
-        let quality = |section: &str| self.artifact.has(section);
-        let heads = ["a2ats", "wpq", "lfps"].into_iter().any(quality);
+        let heads = heads::are_described(self.artifact);
         let per_head = self.verdict().is_some() || has("per_head", 1);
         [
             ("decision", losses),

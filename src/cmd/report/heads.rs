@@ -7,11 +7,9 @@ use serde_json::{Map, Value, json};
 use crate::artifact::{Artifact, SectionView};
 use crate::env;
 use crate::error::Result;
-use crate::method::lfps::priors::{SLASH, slash_width};
+use crate::method::lfps::priors::{SECTION as LFPS, SLASH, slash_width};
 use crate::stats::linalg;
 
-/// Sections with a Cholesky factor of the queries' second moment.
-const FACTORS: [&str; 2] = ["a2ats", "wpq"];
 /// The tensor with the mass per bucket of the distance.
 const SLASH_TENSOR: &str = "lfps.slash";
 /// Shares of the sum of the eigenvalues.
@@ -27,17 +25,30 @@ const PER_OCTAVE: usize = 4;
 /// LAPACK has too little memory; an interrupt.
 pub fn spectra(artifact: &Artifact) -> Result<Value> {
     let mut out = Map::new();
-    for name in FACTORS.into_iter().filter(|name| artifact.has(name)) {
-        let section = artifact.section(name)?;
-        out.insert(name.to_owned(), spectra_of(&section)?);
+    for section in artifact.sections() {
+        if let Some(factor) = factor_of(&section) {
+            out.insert(section.kind.name().to_owned(), spectra_of(&section, &factor)?);
+        }
     }
     Ok(Value::Object(out))
 }
 
-fn spectra_of(section: &SectionView) -> Result<Value> {
+/// Returns the name of a section's Cholesky factor of the queries' second moment, if it has one.
+fn factor_of(section: &SectionView) -> Option<String> {
+    let name = format!("{}.chol", section.kind.name());
+    let is_there = section.specs.iter().any(|spec| spec.name == name);
+    is_there.then_some(name)
+}
+
+/// Tells whether an artifact has anything to show for each KV head.
+pub fn are_described(artifact: &Artifact) -> bool {
+    artifact.has(LFPS) || artifact.sections().any(|section| factor_of(&section).is_some())
+}
+
+fn spectra_of(section: &SectionView, factor: &str) -> Result<Value> {
     let sizes = section.artifact.sizes;
     let d = sizes.head_dim;
-    let factors = section.read::<f32>(&format!("{}.chol", section.kind.name()))?;
+    let factors = section.read::<f32>(factor)?;
     let mut heads = Vec::new();
     for factor in factors.chunks_exact(d * d) {
         env::check()?;
@@ -70,11 +81,11 @@ fn spectrum(factor: ArrayView2<f32>) -> Result<Value> {
 /// Returns the mean share of the attention that a position gets, by its distance from the query: per layer and KV head the
 /// mean over the query heads; null without the section `lfps`.
 pub fn slash(artifact: &Artifact) -> Result<Value> {
-    if !artifact.has("lfps") {
+    if !artifact.has(LFPS) {
         return Ok(Value::Null);
     }
     let sizes = artifact.sizes;
-    let table = artifact.section("lfps")?.read::<f32>(SLASH_TENSOR)?;
+    let table = artifact.section(LFPS)?.read::<f32>(SLASH_TENSOR)?;
     let bins = Bins::new();
     let group = sizes.group() * SLASH;
     let mut heads: Vec<Vec<f64>> = table.chunks_exact(group).map(|rows| bins.density(rows)).collect();

@@ -9,8 +9,8 @@ use crate::cmd::args::Global;
 use crate::cmd::named::Named;
 use crate::error::{Error, Result};
 use crate::kv::{Budget, KvType};
-use crate::method::a2ats;
-use crate::method::registry::{FULL, MethodName};
+use crate::method::bench::BenchParams;
+use crate::method::registry::{FULL, MethodName, bench_params_like};
 use crate::model::ModelConfig;
 use crate::timing::QuickLayer;
 
@@ -122,7 +122,7 @@ pub fn fastest<'v>(
     let timer = Timer {
         config,
         length: context,
-        codewords: codewords(artifact),
+        params: bench_params_like(artifact)?,
         kv,
         seed: global.seed,
     };
@@ -141,20 +141,12 @@ pub fn fastest<'v>(
     Ok(Fastest::among(timed, full_s, context))
 }
 
-/// Returns the number of codewords per KV head of an artifact's section `a2ats`; 1 without the section, whose method is not
-/// timed then.
-fn codewords(artifact: &Artifact) -> usize {
-    let section = artifact.manifest.sections.get(a2ats::SECTION);
-    let size = section.and_then(|section| section.params.get("codebook_size")?.as_u64());
-    size.map_or(1, |size| size as usize)
-}
-
 /// What all timed steps have in common.
 struct Timer<'a> {
     config: &'a ModelConfig,
     /// The length of the context.
     length: usize,
-    codewords: usize,
+    params: BenchParams,
     kv: KvType,
     seed: u64,
 }
@@ -173,7 +165,7 @@ impl Timer<'_> {
             let layer = QuickLayer {
                 config: self.config,
                 context,
-                codewords: self.codewords,
+                params: self.params.clone(),
                 budget,
                 kv: self.kv,
                 seed: self.seed,

@@ -180,14 +180,14 @@ impl Points for CudaPoints<'_> {
         rows.unpadded(out.read()?)
     }
 
-    fn subtract(&mut self, range: Range<usize>, centre: ArrayView2<f32>) -> Result<()> {
+    fn subtract(&mut self, range: Range<usize>, centers: ArrayView2<f32>) -> Result<()> {
         self.clusters = None;
         let rows = &self.rows;
-        rows.check("values of centres", centre.len(), rows.b * rows.d)?;
-        let centre = Buffer::of(rows.driver, "centres", &rows.padded(centre))?;
+        rows.check("values of centers", centers.len(), rows.b * rows.d)?;
+        let centers = Buffer::of(rows.driver, "centers", &rows.padded(centers))?;
         kernels::Subtract {
             x: rows.x.ptr(),
-            centre: centre.ptr(),
+            centers: centers.ptr(),
             n: rows.n,
             w: rows.w,
             first: range.start,

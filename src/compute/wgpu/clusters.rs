@@ -7,13 +7,13 @@ use ndarray::Array2;
 use super::super::cpu::{count_codes, group_by_code};
 use super::super::device::{Assignment, Clusters, Points};
 use super::context::Batch;
-use super::points::{GpuPoints, Slab};
+use super::points::{Slab, WgpuPoints};
 use super::{BLOCK, THREADS, TILE, kernels};
 use crate::error::{Error, Result};
 
 /// The clusters of one head, with the codes and distances of the adapter's last assignment.
 #[derive(Default)]
-pub(super) struct GpuClusters {
+pub(super) struct WgpuClusters {
     /// `[M,d]`; fewer rows while seeding.
     pub centroids: Vec<f32>,
     pub codes: Vec<u32>,
@@ -73,7 +73,7 @@ impl Segments {
     }
 }
 
-impl GpuClusters {
+impl WgpuClusters {
     pub fn assignment(&self) -> Assignment {
         Assignment {
             inertia: self.distances.iter().map(|v| f64::from(*v)).sum(),
@@ -105,7 +105,7 @@ impl GpuClusters {
     }
 }
 
-impl GpuPoints<'_> {
+impl WgpuPoints<'_> {
     /// Makes room on the adapter for `size` centroids per head.
     pub fn allocate(&mut self, size: usize) -> Result<()> {
         let (_, n, d) = self.dim();
@@ -199,7 +199,7 @@ impl GpuPoints<'_> {
         };
         let segments: Vec<Segments> = slabs.iter().map(sort).collect();
         let sums = self.sum_segments(&slabs, &segments)?;
-        let none = |head: &GpuClusters| vec![0.0f64; head.centroids.len()];
+        let none = |head: &WgpuClusters| vec![0.0f64; head.centroids.len()];
         let mut totals: Vec<Vec<f64>> = self.heads.iter().map(none).collect();
         for ((slab, segments), sums) in slabs.iter().zip(&segments).zip(sums) {
             let total = &mut totals[slab.head];

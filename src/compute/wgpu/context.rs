@@ -1,6 +1,6 @@
 //! The adapter, its buffers and dispatches, and reading results back.
 //!
-//! Everything that can fail in a driver happens in [`GpuContext::work`], within error scopes: a validation
+//! Everything that can fail in a driver happens in [`WgpuContext::work`], within error scopes: a validation
 //! error, a lack of memory or a lost device becomes an [`Error`], never a panic and never zeros that look
 //! like a result.
 
@@ -25,14 +25,14 @@ const SUBMISSION: u64 = 1 << 34;
 
 /// The sizes that fit into one binding and one dispatch; larger work is cut into pieces.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct GpuLimits {
+pub struct WgpuLimits {
     /// The most bytes of one storage buffer.
     pub buffer_bytes: u64,
     /// The most workgroups of one dispatch.
     pub groups: u32,
 }
 
-impl GpuLimits {
+impl WgpuLimits {
     /// No limits beyond the adapter's own.
     pub const NONE: Self = Self {
         buffer_bytes: u64::MAX,
@@ -53,20 +53,20 @@ impl GpuLimits {
 type Fault = Arc<Mutex<Option<String>>>;
 
 /// An open adapter.
-pub(super) struct GpuContext {
+pub(super) struct WgpuContext {
     pub device: wgpu::Device,
     queue: wgpu::Queue,
     pub adapter: String,
     /// Whether the adapter is this machine's CPU.
     pub software: bool,
-    pub limits: GpuLimits,
+    pub limits: WgpuLimits,
     kernels: Kernels,
     fault: Fault,
 }
 
-impl GpuContext {
+impl WgpuContext {
     /// Opens the fastest adapter and compiles the shaders.
-    pub fn open(limits: GpuLimits) -> Result<Self> {
+    pub fn open(limits: WgpuLimits) -> Result<Self> {
         let mut instance = wgpu::InstanceDescriptor::new_without_display_handle();
         // Makes the same calls in every build, whatever validation layers are installed.
         instance.flags = wgpu::InstanceFlags::empty();
@@ -115,7 +115,7 @@ impl GpuContext {
         .map_err(|e| e.context(&self.adapter))
     }
 
-    /// Allocates a storage buffer of zeros. To be called inside [`GpuContext::work`].
+    /// Allocates a storage buffer of zeros. To be called inside [`WgpuContext::work`].
     pub fn buffer(&self, bytes: u64) -> Result<wgpu::Buffer> {
         if bytes > self.limits.buffer_bytes {
             let (found, most) = (bytes, self.limits.buffer_bytes);
@@ -138,7 +138,7 @@ impl GpuContext {
         })
     }
 
-    /// Allocates a storage buffer with these values. To be called inside [`GpuContext::work`].
+    /// Allocates a storage buffer with these values. To be called inside [`WgpuContext::work`].
     pub fn upload<T: Pod>(&self, values: &[T]) -> Result<wgpu::Buffer> {
         let buffer = self.buffer(size_of_val(values) as u64)?;
         self.write(&buffer, 0, values);
@@ -166,7 +166,7 @@ impl GpuContext {
 
 /// Commands that are being recorded.
 pub(super) struct Batch<'a> {
-    context: &'a GpuContext,
+    context: &'a WgpuContext,
     encoder: wgpu::CommandEncoder,
     /// Multiply-adds recorded since the last submission.
     cost: u64,
@@ -186,7 +186,7 @@ impl Batch<'_> {
         groups: usize,
         cost: usize,
     ) {
-        let GpuContext {
+        let WgpuContext {
             device,
             kernels,
             limits,
@@ -277,7 +277,7 @@ impl Batch<'_> {
     }
 }
 
-impl GpuContext {
+impl WgpuContext {
     /// Waits until all submissions are done.
     fn wait(&self) -> Result<()> {
         let poll = || self.device.poll(wgpu::PollType::wait_indefinitely());

@@ -6,8 +6,8 @@ use ndarray::{Array2, ArrayView2, ArrayView3, Axis, s};
 
 use super::super::device::{Assignment, Clusters, Drawn, Points, SignSums, Statistic};
 use super::super::draw::{Wheel, draw_rows};
-use super::clusters::GpuClusters;
-use super::context::{Batch, GpuContext};
+use super::clusters::WgpuClusters;
+use super::context::{Batch, WgpuContext};
 use super::{BLOCK, THREADS, TILE, flat, kernels, rows_per_buffer};
 use crate::error::Result;
 
@@ -21,12 +21,12 @@ const COUNTED_CHANNELS: usize = 64;
 const PATTERN_WORDS: usize = 5;
 
 /// [`Points`] in buffers of an adapter.
-pub(super) struct GpuPoints<'a> {
-    pub(super) context: &'a GpuContext,
+pub(super) struct WgpuPoints<'a> {
+    pub(super) context: &'a WgpuContext,
     dim: (usize, usize, usize),
     /// The slabs of head 0, then those of head 1, and so on.
     pub(super) slabs: Vec<Slab>,
-    pub(super) heads: Vec<GpuClusters>,
+    pub(super) heads: Vec<WgpuClusters>,
 }
 
 /// Consecutive rows of one head.
@@ -49,9 +49,9 @@ impl Slab {
     }
 }
 
-impl<'a> GpuPoints<'a> {
+impl<'a> WgpuPoints<'a> {
     /// Copies the rows, `[b,n,d]`, to the adapter.
-    pub fn new(context: &'a GpuContext, x: ArrayView3<f32>) -> Result<Self> {
+    pub fn new(context: &'a WgpuContext, x: ArrayView3<f32>) -> Result<Self> {
         let (b, n, d) = x.dim();
         let size = rows_per_buffer(context, 4 * d.max(3))?;
         let slabs = context.work("take in rows", |_| {
@@ -74,7 +74,7 @@ impl<'a> GpuPoints<'a> {
             context,
             dim: (b, n, d),
             slabs,
-            heads: (0..b).map(|_| GpuClusters::default()).collect(),
+            heads: (0..b).map(|_| WgpuClusters::default()).collect(),
         })
     }
 
@@ -175,7 +175,7 @@ fn count_digit(
     }
 }
 
-impl Points for GpuPoints<'_> {
+impl Points for WgpuPoints<'_> {
     fn dim(&self) -> (usize, usize, usize) {
         self.dim
     }
@@ -220,11 +220,11 @@ impl Points for GpuPoints<'_> {
         }
     }
 
-    fn subtract(&mut self, rows: Range<usize>, centre: ArrayView2<f32>) -> Result<()> {
+    fn subtract(&mut self, rows: Range<usize>, centers: ArrayView2<f32>) -> Result<()> {
         let d = self.dim.2;
-        self.context.work("centre rows", |batch| {
-            for (head, centre) in centre.rows().into_iter().enumerate() {
-                let centre = self.context.upload(&centre.to_vec())?;
+        self.context.work("center rows", |batch| {
+            for (head, centers) in centers.rows().into_iter().enumerate() {
+                let centers = self.context.upload(&centers.to_vec())?;
                 for slab in self.slabs.iter().filter(|slab| slab.head == head) {
                     let part = slab.part(&rows);
                     kernels::Subtract {
@@ -232,7 +232,7 @@ impl Points for GpuPoints<'_> {
                         rows: part.len(),
                         d,
                         x: &slab.x,
-                        centre: &centre,
+                        centers: &centers,
                     }
                     .run(batch, (part.len() * d).div_ceil(THREADS), THREADS);
                 }
@@ -351,7 +351,7 @@ impl Points for GpuPoints<'_> {
     }
 
     fn assignment(&mut self) -> Result<Vec<Assignment>> {
-        Ok(self.heads.iter().map(GpuClusters::assignment).collect())
+        Ok(self.heads.iter().map(WgpuClusters::assignment).collect())
     }
 
     fn clusters(&mut self, head: usize) -> Result<Clusters> {

@@ -353,7 +353,7 @@ fn outputs(
     let attended = setting.set(t).merge(&chosen.lists[kv_head]);
     let pairs: Vec<Pair> = attended.into_iter().map(&mut pair).collect();
     let precision = match (&replica.kv, setting.kv.float()) {
-        (KvHead::Packed(packed), _) => Precision::packed(packed.keys.centre(), &pairs),
+        (KvHead::Packed(packed), _) => Precision::packed(packed.keys.centers(), &pairs),
         (_, float) => Precision::plain(float.unwrap_or(crate::float::Float::F32)),
     };
     let queries = replica.queries.index_axis(Axis(1), t);

@@ -156,8 +156,8 @@ fn write_weights(path: &Path, config: &Value, kind: Float) -> Result<()> {
             (_, 1) => 0.1,
             _ => 1.0 / (shape[1] as f32).sqrt(),
         };
-        let centre = if name.contains("norm") { 1.0 } else { 0.0 };
-        let values = (0..shape.iter().product()).map(|_: usize| centre + scale * normal(&mut rng));
+        let center = if name.contains("norm") { 1.0 } else { 0.0 };
+        let values = (0..shape.iter().product()).map(|_: usize| center + scale * normal(&mut rng));
         let mut bytes = Vec::new();
         kind.write(&values.collect::<Vec<f32>>(), &mut bytes);
         writer.put(name, 0, &bytes)?;

@@ -286,7 +286,7 @@ impl<'d> Attention<'d> {
     /// Attends as [`Attention::attend`], over a 2-bit cache.
     ///
     /// # Numerics
-    /// Keys are dequantised to f16 around the centre and relative to their channel's largest magnitude.
+    /// Keys are dequantised to f16 around the center and relative to their channel's largest magnitude.
     /// Queries are multiplied by that magnitude and scaled to at most 1 before they are rounded to f16.
     /// Weights are f16, sums f32.
     pub fn attend_packed(
@@ -306,7 +306,7 @@ impl<'d> Attention<'d> {
             value_bits: rows.bits[1].ptr().cast(),
             key_params: rows.params[0].ptr().cast(),
             value_params: rows.params[1].ptr().cast(),
-            centre: signs.centre.ptr(),
+            centers: signs.centers.ptr(),
             alpha: rows.alpha.ptr(),
             full: signs.full.ptr(),
             full_count: signs.full_count.ptr(),

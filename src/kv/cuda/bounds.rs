@@ -11,12 +11,12 @@ pub struct Precision {
     values: f64,
     /// Absolute error of a small weight.
     tiny: f64,
-    /// Relative error of the product of a query's and a centred key's channel.
+    /// Relative error of the product of a query's and a centered key's channel.
     products: f64,
     /// Absolute error of a query's channel, relative to the largest one as scaled, times the largest key's.
     queries: f64,
-    /// What keys are centred around, and their largest distance from it; empty for keys that are not.
-    centre: Vec<f32>,
+    /// What keys are centered around, and their largest distance from it; empty for keys that are not.
+    centers: Vec<f32>,
     alpha: Vec<f32>,
 }
 
@@ -36,16 +36,16 @@ impl Precision {
             tiny: if float == Float::F16 { 0.5f64.powi(25) } else { 0.0 },
             products: 0.0,
             queries: 0.0,
-            centre: Vec::new(),
+            centers: Vec::new(),
             alpha: Vec::new(),
         }
     }
 
     /// Returns the precision of the 2-bit cache: everything is rounded to f16, keys and queries relative to the scale of
     /// the channel.
-    pub fn packed(centre: &[f32], attended: &[Pair]) -> Self {
+    pub fn packed(centers: &[f32], attended: &[Pair]) -> Self {
         let distance = |c: usize| {
-            let keys = attended.iter().map(|(key, _)| (key[c] - centre[c]).abs());
+            let keys = attended.iter().map(|(key, _)| (key[c] - centers[c]).abs());
             keys.fold(0.0, f32::max)
         };
         Self {
@@ -54,8 +54,8 @@ impl Precision {
             tiny: 0.5f64.powi(25),
             products: 2.1 * 0.5f64.powi(11),
             queries: 0.5f64.powi(25),
-            alpha: (0..centre.len()).map(distance).collect(),
-            centre: centre.to_vec(),
+            alpha: (0..centers.len()).map(distance).collect(),
+            centers: centers.to_vec(),
         }
     }
 
@@ -63,9 +63,9 @@ impl Precision {
     fn score_error(&self, query: &[f32], key: &[f32]) -> f64 {
         let mut error = 0.0;
         let (mut largest, mut channels) = (0.0f64, 0.0);
-        for (c, centre) in self.centre.iter().enumerate() {
-            let centred = f64::from(key[c]) - f64::from(*centre);
-            error += self.products * (f64::from(query[c]) * centred).abs();
+        for (c, center) in self.centers.iter().enumerate() {
+            let centered = f64::from(key[c]) - f64::from(*center);
+            error += self.products * (f64::from(query[c]) * centered).abs();
             largest = largest.max(f64::from(query[c] * self.alpha[c]).abs());
             channels += 1.0;
         }

@@ -67,7 +67,7 @@ impl<'d> LayerCache<'d> {
     }
 }
 
-/// Returns the bytes per KV head that do not depend on the length: full-precision rows, scales and centres.
+/// Returns the bytes per KV head that do not depend on the length: full-precision rows, scales and centers.
 pub fn fixed_bytes(shape: &Shape, kv: KvType) -> usize {
     match kv.float() {
         Some(_) => 0,

@@ -12,13 +12,13 @@ use crate::kv::packed::QUANT_GROUP;
 
 /// The cached keys and values of one layer in 2 bits. In arrays of two, keys come first, then values.
 pub struct PackedLayer<'d> {
-    /// Signs, centre and full-precision tokens; the index of selfindex uses them too.
+    /// Signs, center and full-precision tokens; the index of selfindex uses them too.
     pub signs: Signs<'d>,
     /// Quantised values, `[b,g,capacity,d/4]` bytes each.
     pub bits: [Buffer<'d, u8>; 2],
     /// Scales and zero points, `[b,g,capacity,groups,2]` each.
     pub params: [Buffer<'d, f16>; 2],
-    /// Largest centred magnitude per channel, `[b,g,d]`.
+    /// Largest centered magnitude per channel, `[b,g,d]`.
     pub alpha: Buffer<'d, f32>,
     /// Full-precision rows, `[b,g,FULL,d]` each.
     pub full: [Buffer<'d, f16>; 2],
@@ -57,7 +57,7 @@ impl<'d> PackedLayer<'d> {
         })
     }
 
-    /// Stores the rows of the last `m` positions, `[b,g,m,d]` each, with the centre and the scale of the
+    /// Stores the rows of the last `m` positions, `[b,g,m,d]` each, with the center and the scale of the
     /// prompt; `positions` counts them already.
     ///
     /// # Numerics
@@ -94,7 +94,7 @@ impl<'d> PackedLayer<'d> {
         let blocks = (m * groups).div_ceil(8);
         kernels::PackRows {
             rows,
-            centre: channel(&self.signs.centre),
+            centers: channel(&self.signs.centers),
             alpha: channel(&self.alpha),
             lens,
             bits: self.bits[i].ptr_at(first * shape.capacity * (d / 4)),

@@ -94,7 +94,7 @@ impl<'d> Prompts<'d> {
         })
     }
 
-    /// Computes the centre and the signs of keys, and chooses the full-precision tokens: those with the
+    /// Computes the center and the signs of keys, and chooses the full-precision tokens: those with the
     /// largest products with the last query, averaged over the group.
     ///
     /// # Numerics
@@ -120,11 +120,11 @@ impl<'d> Prompts<'d> {
         self.begin_choice(layout.full, positions)?;
         for heads in self.parts(positions) {
             self.widen(rows, &rows.keys, heads, None)?;
-            let centre = match layout.center {
+            let centers = match layout.center {
                 Center::Median => Statistic::Ranked((heads.n - 1) / 2),
                 Center::Mean => Statistic::Mean,
             };
-            self.fit(heads, centre, &to.centre, 0.0)?;
+            self.fit(heads, centers, &to.centers, 0.0)?;
             to.store(
                 self.x.ptr(),
                 [heads.at, heads.count, 1],
@@ -136,7 +136,7 @@ impl<'d> Prompts<'d> {
         self.choose_full(layout.full, to)
     }
 
-    /// Computes the centroids of centred keys, `[b,g,d/4,16,4]`, into `to`: the means of the keys that
+    /// Computes the centroids of centered keys, `[b,g,d/4,16,4]`, into `to`: the means of the keys that
     /// share a sign pattern. Full-precision tokens are left out, unless few others remain.
     ///
     /// # Numerics
@@ -232,20 +232,20 @@ impl<'d> Prompts<'d> {
         parts
     }
 
-    /// Widens the cached keys or values `of` to f32 in `x`; with `centred`, subtracts its centre.
+    /// Widens the cached keys or values `of` to f32 in `x`; with `centered`, subtracts its center.
     fn widen(
         &self,
         rows: &LayerRows<'_>,
         of: &Buffer<'_, u8>,
         heads: Heads,
-        centred: Option<&Signs<'_>>,
+        centered: Option<&Signs<'_>>,
     ) -> Result<()> {
         let (d, w) = (self.shape.head_dim, self.shape.width());
         let (stride, pitch) = (rows.shape.capacity, rows.shape.width());
-        let centre = centred.map(|signs| signs.centre.ptr_at(heads.at * d));
+        let centers = centered.map(|signs| signs.centers.ptr_at(heads.at * d));
         kernels::WidenRows {
             rows: of.ptr_at(heads.at * stride * pitch * rows.float.bytes()).cast(),
-            centre,
+            centers,
             x: self.x.ptr(),
             kind: rows.kind(),
             stride,
@@ -339,10 +339,10 @@ impl<'d> Prompts<'d> {
     /// Stores the full-precision rows of `x` in f16, as keys (`i` = 0) or values (1).
     fn keep_full(&self, heads: Heads, i: usize, to: &PackedLayer<'_>) -> Result<()> {
         let (d, signs) = (self.shape.head_dim, &to.signs);
-        let centre = (i == 0).then(|| signs.centre.ptr_at(heads.at * d));
+        let centers = (i == 0).then(|| signs.centers.ptr_at(heads.at * d));
         kernels::KeepFull {
             x: self.x.ptr(),
-            centre,
+            centers,
             full: signs.full.ptr_at(heads.at * FULL),
             full_count: signs.full_count.ptr_at(heads.at),
             out: to.full[i].ptr_at(heads.at * FULL * d).cast(),

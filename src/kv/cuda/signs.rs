@@ -16,8 +16,8 @@ pub struct Signs<'d> {
     pub(crate) shape: Shape,
     /// Sign bits, `[b,g,capacity,pitch / 4]`.
     pub signs: Buffer<'d, u32>,
-    /// Centre of each channel, `[b,g,d]`.
-    pub centre: Buffer<'d, f32>,
+    /// Center of each channel, `[b,g,d]`.
+    pub centers: Buffer<'d, f32>,
     /// Positions of the full-precision tokens, `[b,g,FULL]`, ascending.
     pub full: Buffer<'d, u32>,
     /// Number of full-precision tokens, `[b,g]`.
@@ -37,7 +37,7 @@ impl<'d> Signs<'d> {
             driver,
             shape,
             signs: Buffer::zeros(driver, "signs", heads * shape.capacity * words(&shape))?,
-            centre: Buffer::zeros(driver, "centres", heads * d)?,
+            centers: Buffer::zeros(driver, "centers", heads * d)?,
             full: Buffer::zeros(driver, "positions that come first", heads * FULL)?,
             full_count: Buffer::zeros(driver, "their numbers", heads)?,
         })
@@ -76,7 +76,7 @@ impl<'d> Signs<'d> {
         let (shape, words) = (&self.shape, words(&self.shape));
         kernels::AppendSigns {
             rows,
-            centre: self.centre.ptr_at(first * shape.head_dim),
+            centers: self.centers.ptr_at(first * shape.head_dim),
             lens,
             signs: self.signs.ptr_at(first * shape.capacity * words),
             m,

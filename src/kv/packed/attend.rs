@@ -19,7 +19,7 @@ pub(super) fn in_groups(d: usize) -> bool {
 /// Implements [`attention::CachedRows::scores`] if [`in_groups`].
 ///
 /// # Numerics
-/// A key is `c + alpha x`, per channel, with the same centre c and scale alpha for all keys. Its score is therefore
+/// A key is `c + alpha x`, per channel, with the same center c and scale alpha for all keys. Its score is therefore
 /// `q . c + (q alpha) . x`: the queries are scaled once, instead of every key.
 pub(super) fn scores(rows: &SignRows, queries: &GroupQueries, run: &Run, out: &mut [f32], stride: usize) {
     match rows.layout.signed {
@@ -35,7 +35,7 @@ fn scores_of<const SIGNED: bool>(
     out: &mut [f32],
     stride: usize,
 ) {
-    let (scaled, of_centre) = (keys.scaled(queries), keys.centre_scores(queries));
+    let (scaled, of_centers) = (keys.scaled(queries), keys.center_scores(queries));
     for (at, run, is_full) in parts(run, &keys.rows.full) {
         let out = &mut out[at..];
         if is_full {
@@ -43,10 +43,10 @@ fn scores_of<const SIGNED: bool>(
             continue;
         }
         attention::scores(&scaled, keys, &run, out, stride);
-        for (out, of_centre) in out.chunks_mut(stride).zip(&of_centre) {
+        for (out, of_centers) in out.chunks_mut(stride).zip(&of_centers) {
             out[..run.now.len()]
                 .iter_mut()
-                .for_each(|score| *score += of_centre);
+                .for_each(|score| *score += of_centers);
         }
     }
 }
@@ -89,7 +89,7 @@ fn parts<'a>(run: &Run<'a>, full: &FullRows) -> impl Iterator<Item = (usize, Run
     })
 }
 
-/// Keys in 2 bits, for the kernels: without centre and scale, and with the other sign if they have signs.
+/// Keys in 2 bits, for the kernels: without center and scale, and with the other sign if they have signs.
 #[derive(Clone, Copy)]
 pub(super) struct Keys<'a, const SIGNED: bool> {
     rows: &'a SignRows,
@@ -103,16 +103,16 @@ impl<'a, const SIGNED: bool> Keys<'a, SIGNED> {
         Self { rows, width }
     }
 
-    /// Returns queries whose products with these rows are those with the centred keys.
+    /// Returns queries whose products with these rows are those with the centered keys.
     pub fn scaled(self, queries: &GroupQueries) -> GroupQueries {
         let sign = if SIGNED { -1.0 } else { 1.0 };
         let factors: Vec<f32> = self.rows.alpha.iter().map(|alpha| sign * alpha).collect();
         queries.times(factors.as_chunks().0)
     }
 
-    /// Returns the product of each query with the centre.
-    fn centre_scores(self, queries: &GroupQueries) -> Vec<f32> {
-        let rows = self.rows.centre.as_chunks().0;
+    /// Returns the product of each query with the center.
+    fn center_scores(self, queries: &GroupQueries) -> Vec<f32> {
+        let rows = self.rows.centers.as_chunks().0;
         let mut out = vec![0.0; queries.heads()];
         let chunks = rows.len();
         attention::scores(

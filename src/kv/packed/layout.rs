@@ -1,4 +1,4 @@
-//! The options of the 2-bit cache: how keys are centred, and ablations of the format.
+//! The options of the 2-bit cache: how keys are centered, and ablations of the format.
 
 use crate::parameters::choices;
 use ndarray::{ArrayView2, Axis};
@@ -7,7 +7,7 @@ use rayon::prelude::*;
 use super::FULL;
 
 choices! {
-    /// How the centre of a channel is computed; signs are taken relative to it.
+    /// How the center of a channel is computed; signs are taken relative to it.
     pub enum Center {
         /// The channel's lower median: about half of the signs are positive.
         Median = "median",
@@ -17,7 +17,7 @@ choices! {
 }
 
 impl Center {
-    /// Computes the centre of some values; zero if there are none.
+    /// Computes the center of some values; zero if there are none.
     ///
     /// # Source
     /// Eq. 5 takes the mean; the authors' code takes the lower median.
@@ -37,7 +37,7 @@ impl Center {
         }
     }
 
-    /// Computes the centre of every channel of `rows`, `[n,d]`.
+    /// Computes the center of every channel of `rows`, `[n,d]`.
     pub fn of_channels(self, rows: ArrayView2<f32>) -> Vec<f32> {
         rows.axis_iter(Axis(1))
             .into_par_iter()
@@ -49,11 +49,11 @@ impl Center {
 /// The options of a 2-bit cache; values other than the defaults are for ablations.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Layout {
-    /// How the centre of a channel is computed.
+    /// How the center of a channel is computed.
     pub center: Center,
     /// Most positions that keep half precision.
     pub full: usize,
-    /// Whether a key is stored as signs and quantised magnitudes. If not, the centred key itself is
+    /// Whether a key is stored as signs and quantised magnitudes. If not, the centered key itself is
     /// quantised, as values are, and only the index uses the signs.
     pub signed: bool,
 }

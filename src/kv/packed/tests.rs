@@ -53,7 +53,7 @@ fn a_position_takes_seven_bits_per_channel() {
     }
 }
 
-/// Keys whose channels have very different sizes and centres.
+/// Keys whose channels have very different sizes and centers.
 fn keys(first: usize, n: usize, d: usize) -> Array2<f32> {
     Array2::from_shape_fn((n, d), |(i, j)| {
         let x = (((first + i) * d + j) as f32 * 0.7).sin() + (((first + i) * 7 + j) as f32 * 0.31).cos();
@@ -162,7 +162,7 @@ fn every_instruction_set_reads_the_same_rows() {
     }
 }
 
-/// Sums of 2-bit values are, to the bit, those of the same rows widened to f32 first. Scores of 2-bit keys, whose centre and
+/// Sums of 2-bit values are, to the bit, those of the same rows widened to f32 first. Scores of 2-bit keys, whose center and
 /// scale are applied to the queries, match f64 within the rounding of two products and of d fused sums, twice.
 #[test]
 fn rows_are_attended_as_they_are_read() {
@@ -201,7 +201,7 @@ fn rows_are_attended_as_they_are_read() {
                 for (p, score) in now.iter().zip(scores) {
                     let key = packed.keys.row(*p as usize, &mut scratch);
                     let (mut exact, mut size) = (0.0, 0.0);
-                    for ((q, k), c) in q.row(a).iter().zip(key).zip(packed.keys.centre()) {
+                    for ((q, k), c) in q.row(a).iter().zip(key).zip(packed.keys.centers()) {
                         let [q, k, c] = [*q, *k, *c].map(f64::from);
                         exact += q * k;
                         size += (q * c).abs() + (q * (k - c)).abs();

@@ -7,15 +7,26 @@ use ndarray::{Array1, Array2};
 use rand::{Rng, SeedableRng};
 use rand_chacha::ChaCha8Rng;
 use rayon::prelude::*;
+use serde_json::{Map, Value};
 
 use super::codebook::HeadCodebook;
-use super::{A2ats, cuda};
+use super::{A2ats, SECTION, cuda};
+use crate::artifact::Artifact;
 use crate::error::Result;
 use crate::kv::KvType;
-use crate::method::bench::{Bench, Contents, Fill, NewHead, TimedLayer, TimedOnCuda};
+use crate::method::bench::{Bench, BenchParams, Contents, Fill, NewHead, TimedLayer, TimedOnCuda};
 use crate::method::cuda::{Indexes, OnDevice};
-use crate::method::params::MethodParams;
 use crate::model::rope::{Rope, RopeConfig, RopeScaling};
+use crate::parameters::{ParameterSet, Parameters, Values, parameters};
+use crate::stats::kmeans::MAX_SIZE;
+
+parameters! {
+    /// The parameters of a random index.
+    pub(super) struct A2atsBenchParams, "Method a2ats" {
+        /// Codewords per KV head
+        size: usize = 4096, "M" in Values::Whole(1, MAX_SIZE as u64);
+    }
+}
 
 /// Benchmarks on random codebooks and codes.
 pub(super) struct A2atsBench;
@@ -23,6 +34,22 @@ pub(super) struct A2atsBench;
 impl Bench for A2atsBench {
     fn timed_on_cuda(&self) -> TimedOnCuda {
         TimedOnCuda::LayerAndModel
+    }
+
+    fn parameters(&self) -> ParameterSet {
+        A2atsBenchParams::set()
+    }
+
+    fn parameters_of(&self, artifact: &Artifact) -> Map<String, Value> {
+        let section = artifact.manifest.sections.get(SECTION);
+        let size = section.and_then(|section| section.params.get("codebook_size"));
+        size.map(|size| ("size".to_owned(), size.clone()))
+            .into_iter()
+            .collect()
+    }
+
+    fn is_estimated(&self) -> bool {
+        true
     }
 
     fn has_plain_ranking(&self) -> bool {
@@ -34,30 +61,33 @@ impl Bench for A2atsBench {
     }
 
     /// Counts the codes, and the codebooks once for all sequences.
-    fn index_bytes(&self, layer: &TimedLayer) -> usize {
-        2 * layer.kv_heads * (layer.sequences * layer.context + layer.codewords * layer.head_dim)
+    fn index_bytes(&self, layer: &TimedLayer, params: &BenchParams) -> usize {
+        let A2atsBenchParams { size } = params.read();
+        2 * layer.kv_heads * (layer.sequences * layer.context + size * layer.head_dim)
     }
 
-    fn heads(&self, layer: &TimedLayer, _: &MethodParams) -> Result<Box<NewHead>> {
+    fn heads(&self, layer: &TimedLayer, params: &BenchParams) -> Result<Box<NewHead>> {
         let layer = *layer;
+        let A2atsBenchParams { size } = params.read();
         let heads = (0..layer.kv_heads).into_par_iter();
-        let codebooks = heads.map(|head| codebook(&layer, head));
+        let codebooks = heads.map(|head| codebook(&layer, size, head));
         let codebooks: Vec<Arc<HeadCodebook>> = codebooks.collect::<Result<_>>()?;
         Ok(Box::new(move |place, rng| {
-            let codes = (0..layer.context).map(|_| (rng.r#gen::<usize>() % layer.codewords) as u16);
+            let codes = (0..layer.context).map(|_| (rng.r#gen::<usize>() % size) as u16);
             let head = A2ats::with_codes(Arc::clone(&codebooks[place.kv_head]), codes.collect());
             (Box::new(head.ranking(layer.ranking)), Fill::Nothing)
         }))
     }
 
     fn indexes<'d>(&self, at: OnDevice<'d>, contents: &Contents<'_>) -> Result<Indexes<'d>> {
-        cuda::random(at, contents)
+        let A2atsBenchParams { size } = contents.params.read();
+        cuda::random(at, contents, size)
     }
 }
 
 /// Makes a random codebook without whitening.
-fn codebook(layer: &TimedLayer, head: usize) -> Result<Arc<HeadCodebook>> {
-    let (size, d) = (layer.codewords, layer.head_dim);
+fn codebook(layer: &TimedLayer, size: usize, head: usize) -> Result<Arc<HeadCodebook>> {
+    let d = layer.head_dim;
     let config = RopeConfig {
         theta: 1e4,
         scaling: RopeScaling::Default,

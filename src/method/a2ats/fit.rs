@@ -113,7 +113,7 @@ impl<'a> HeadRun<'a> {
     fn fit(self, part: &mut LayerPart, done: HeadDone) -> Result<()> {
         let rotated = self.params.rotation == Rotation::At(Position::Own);
         let [fitted, held_out] = self.states.split(self.heads.clone(), rotated)?;
-        // Eq. 15: z = k L, which is then centred.
+        // Eq. 15: z = k L, which is then centered.
         let mut points = self.states.device.points(fitted)?;
         let (_, n, _) = points.dim();
         points.whiten(self.chol.view())?;

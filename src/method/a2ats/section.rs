@@ -26,7 +26,7 @@ use crate::wording::counted;
 /// Name of the section in an artifact.
 pub const SECTION: &str = "a2ats";
 
-/// Codewords, whitened and centred.
+/// Codewords, whitened and centered.
 pub const CODEBOOK: &str = "a2ats.codebook";
 /// Mean of the whitened keys.
 pub const MEAN: &str = "a2ats.mean";
@@ -273,34 +273,6 @@ const UNUSED_SHARE: f64 = 0.01;
 /// How many heads are listed at most.
 const LISTED: usize = 5;
 
-/// Lists the heads whose keys are approximated worst, and those that leave many codewords without keys or with few:
-/// their entropy is that of an even spread over much fewer codewords.
-pub fn weak_heads(section: &SectionView, reports: &[HeadReport]) -> Result<String> {
-    let worst = "a2ats, worst heads (error on held-out keys as a share of the variance)";
-    let mut out = worst_of(worst, reports, CodebookQuality::unexplained)?;
-    let size = section.params::<FitParams>()?.size as f64;
-    let mut few = Vec::new();
-    for head in reports {
-        let quality: CodebookQuality = parse("quality.a2ats", head.report)?;
-        let (even, unused) = (quality.usage_entropy_bits.exp2(), quality.unused_codewords as f64);
-        // Heads whose keys are all equal are attended in full.
-        if quality.variance > 0.0 && (even <= EVEN_SHARE * size || unused >= UNUSED_SHARE * size) {
-            let place = format!("layer {}  head {}", head.layer, head.head);
-            let how = format!("spread as evenly over {even:.0}; {unused:.0} have no keys");
-            few.push((even, format!("  {place}  {how}\n")));
-        }
-    }
-    if !few.is_empty() {
-        few.sort_by(|a, b| a.0.total_cmp(&b.0));
-        out += &format!(
-            "\na2ats, heads that use few of their {size:.0} codewords: {}\n",
-            few.len()
-        );
-        out.extend(few.into_iter().take(LISTED).map(|(_, line)| line));
-    }
-    Ok(out)
-}
-
 /// The declaration of the section.
 #[derive(Debug)]
 pub struct A2atsSection;
@@ -413,5 +385,33 @@ impl SectionKind for A2atsSection {
 
     fn table(&self, reports: &[HeadReport]) -> Result<String> {
         Ok(table(&COLUMNS, reports)? + LEGEND)
+    }
+
+    /// Lists the heads whose keys are approximated worst, and those that leave many codewords without keys or with few:
+    /// their entropy is that of an even spread over much fewer codewords.
+    fn weak_heads(&self, section: &SectionView, reports: &[HeadReport]) -> Result<String> {
+        let worst = "a2ats, worst heads (error on held-out keys as a share of the variance)";
+        let mut out = worst_of(worst, reports, CodebookQuality::unexplained)?;
+        let size = section.params::<FitParams>()?.size as f64;
+        let mut few = Vec::new();
+        for head in reports {
+            let quality: CodebookQuality = parse("quality.a2ats", head.report)?;
+            let (even, unused) = (quality.usage_entropy_bits.exp2(), quality.unused_codewords as f64);
+            // Heads whose keys are all equal are attended in full.
+            if quality.variance > 0.0 && (even <= EVEN_SHARE * size || unused >= UNUSED_SHARE * size) {
+                let place = format!("layer {}  head {}", head.layer, head.head);
+                let how = format!("spread as evenly over {even:.0}; {unused:.0} have no keys");
+                few.push((even, format!("  {place}  {how}\n")));
+            }
+        }
+        if !few.is_empty() {
+            few.sort_by(|a, b| a.0.total_cmp(&b.0));
+            out += &format!(
+                "\na2ats, heads that use few of their {size:.0} codewords: {}\n",
+                few.len()
+            );
+            out.extend(few.into_iter().take(LISTED).map(|(_, line)| line));
+        }
+        Ok(out)
     }
 }

@@ -2,14 +2,17 @@
 
 use super::{Ctkvr, CtkvrParams};
 use crate::error::Result;
-use crate::method::bench::{Bench, Fill, NewHead, TimedLayer};
-use crate::method::params::MethodParams;
+use crate::method::bench::{Bench, BenchParams, Fill, NewHead, TimedLayer};
 
 /// Benchmarks whose index is filled by a random prompt.
 pub(super) struct CtkvrBench;
 
 impl Bench for CtkvrBench {
-    fn heads(&self, layer: &TimedLayer, _: &MethodParams) -> Result<Box<NewHead>> {
+    fn is_estimated(&self) -> bool {
+        true
+    }
+
+    fn heads(&self, layer: &TimedLayer, _: &BenchParams) -> Result<Box<NewHead>> {
         let n = layer.context;
         Ok(Box::new(move |place, _| {
             let head = Ctkvr::new(place, &CtkvrParams::default());

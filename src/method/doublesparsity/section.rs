@@ -40,14 +40,6 @@ const COLUMNS: [Column<DoubleSparsityQuality>; 2] = [
 const LEGEND: &str = "(means over each layer's KV heads; in d/8 and in d/4 = share of the sum of |q k|
 that one eighth and one quarter of the channels have)\n";
 
-/// Lists the heads in which one eighth of the channels has the smallest share of the products.
-pub fn weak_heads(reports: &[HeadReport]) -> Result<String> {
-    let heading = "doublesparsity, worst heads (share of |q k| outside one eighth of the channels)";
-    worst_of(heading, reports, |of: &DoubleSparsityQuality| {
-        Some(1.0 - of.share_eighth)
-    })
-}
-
 /// The declaration of the section.
 #[derive(Debug)]
 pub struct DoubleSparsitySection;
@@ -107,5 +99,13 @@ impl SectionKind for DoubleSparsitySection {
 
     fn table(&self, reports: &[HeadReport]) -> Result<String> {
         Ok(table(&COLUMNS, reports)? + LEGEND)
+    }
+
+    /// Lists the heads in which one eighth of the channels has the smallest share of the products.
+    fn weak_heads(&self, _: &SectionView, reports: &[HeadReport]) -> Result<String> {
+        let heading = "doublesparsity, worst heads (share of |q k| outside one eighth of the channels)";
+        worst_of(heading, reports, |of: &DoubleSparsityQuality| {
+            Some(1.0 - of.share_eighth)
+        })
     }
 }

@@ -18,7 +18,7 @@ use super::threshold::OFFSETS;
 use crate::artifact::Artifact;
 use crate::error::Result;
 use crate::kv::static_set::SINKS;
-pub use section::{LfpsSection, weak_heads};
+pub use section::LfpsSection;
 
 /// Name of the section in an artifact.
 pub const SECTION: &str = "lfps";

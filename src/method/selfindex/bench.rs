@@ -5,9 +5,8 @@ use super::{SelfIndex, cuda};
 use crate::error::Result;
 use crate::kv::KvType;
 use crate::kv::packed::Center;
-use crate::method::bench::{Bench, Contents, Fill, NewHead, TimedLayer, TimedOnCuda};
+use crate::method::bench::{Bench, BenchParams, Contents, Fill, NewHead, TimedLayer, TimedOnCuda};
 use crate::method::cuda::{Indexes, OnDevice};
-use crate::method::params::MethodParams;
 
 /// Benchmarks on random signs.
 pub(super) struct SelfIndexBench;
@@ -15,6 +14,10 @@ pub(super) struct SelfIndexBench;
 impl Bench for SelfIndexBench {
     fn timed_on_cuda(&self) -> TimedOnCuda {
         TimedOnCuda::LayerAndModel
+    }
+
+    fn is_estimated(&self) -> bool {
+        true
     }
 
     fn has_plain_ranking(&self) -> bool {
@@ -26,11 +29,11 @@ impl Bench for SelfIndexBench {
         kv == KvType::TwoBit
     }
 
-    fn index_bytes(&self, layer: &TimedLayer) -> usize {
+    fn index_bytes(&self, layer: &TimedLayer, _: &BenchParams) -> usize {
         layer.sequences * layer.kv_heads * layer.context * layer.head_dim / 8
     }
 
-    fn heads(&self, layer: &TimedLayer, _: &MethodParams) -> Result<Box<NewHead>> {
+    fn heads(&self, layer: &TimedLayer, _: &BenchParams) -> Result<Box<NewHead>> {
         let ranking = layer.ranking;
         Ok(Box::new(move |place, _| {
             let head = SelfIndex::new(place, Center::Median, CentroidSource::Signs, None);

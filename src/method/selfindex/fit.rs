@@ -100,8 +100,8 @@ impl SignFit {
                 Center::Median => Statistic::Ranked((block.len() - 1) / 2),
                 Center::Mean => Statistic::Mean,
             };
-            let centre = points.channel_statistic(block.clone(), statistic)?;
-            points.subtract(block, centre.view())?;
+            let centers = points.channel_statistic(block.clone(), statistic)?;
+            points.subtract(block, centers.view())?;
         }
         // The rank of the smallest value that at least 99.9% of the magnitudes do not exceed.
         let rank = (n * 999).div_ceil(1000).saturating_sub(1);
@@ -129,7 +129,7 @@ impl SignFit {
     }
 }
 
-/// Returns the centroids `[d/4,16,4]` and the counts `[d/4,16]` of centred keys. A pattern that no key has gets plus or
+/// Returns the centroids `[d/4,16,4]` and the counts `[d/4,16]` of centered keys. A pattern that no key has gets plus or
 /// minus the mean magnitude of its channels.
 ///
 /// # Source

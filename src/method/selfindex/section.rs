@@ -19,7 +19,7 @@ use crate::store::Spec;
 pub const CENTROID: &str = "sign.centroid";
 /// Number of keys per pattern; describes the head, no method reads it.
 pub const COUNT: &str = "sign.count";
-/// 99.9th percentile of the centred key's magnitude; describes the head, no method reads it.
+/// 99.9th percentile of the centered key's magnitude; describes the head, no method reads it.
 pub const ALPHA: &str = "sign.alpha";
 /// Mean key before rotation; describes the head, no method reads it.
 pub const MEAN_PRE: &str = "sign.mean_pre";
@@ -30,7 +30,7 @@ struct CenterParams {
     center: String,
 }
 
-/// Returns the centre around which a section's signs were taken.
+/// Returns the center around which a section's signs were taken.
 pub fn calibrated_center(params: &Map<String, Value>) -> Result<Center> {
     let params: CenterParams = parse("sections.sign", params)?;
     Center::named(&params.center).ok_or_else(|| Error::damaged("`sections.sign.center` is not valid"))
@@ -66,27 +66,6 @@ const COLUMNS: [Column<SignQuality>; 3] = [
     ),
 ];
 const LEGEND: &str = "(means over each layer's KV heads; at most 1 bit per sign, 4 bits per pattern)\n";
-
-/// Lists the heads with sign patterns that no calibration key has.
-pub fn weak_heads(reports: &[HeadReport], head_dim: usize) -> Result<String> {
-    let mut empty = Vec::new();
-    for head in reports {
-        let quality: SignQuality = parse("quality.sign", head.report)?;
-        if quality.empty_patterns > 0 {
-            empty.push((quality.empty_patterns, head));
-        }
-    }
-    if empty.is_empty() {
-        return Ok(String::new());
-    }
-    empty.sort_by_key(|head| std::cmp::Reverse(head.0));
-    let all = head_dim / GROUP * PATTERNS;
-    let mut out = format!("\nsign, heads with patterns that no key has (of {all} patterns)\n");
-    for (count, head) in empty.into_iter().take(LISTED) {
-        out += &format!("  layer {}  head {}  {count}\n", head.layer, head.head);
-    }
-    Ok(out)
-}
 
 /// The declaration of the section.
 #[derive(Debug)]
@@ -153,5 +132,26 @@ impl SectionKind for SignSection {
 
     fn table(&self, reports: &[HeadReport]) -> Result<String> {
         Ok(table(&COLUMNS, reports)? + LEGEND)
+    }
+
+    /// Lists the heads with sign patterns that no calibration key has.
+    fn weak_heads(&self, section: &SectionView, reports: &[HeadReport]) -> Result<String> {
+        let mut empty = Vec::new();
+        for head in reports {
+            let quality: SignQuality = parse("quality.sign", head.report)?;
+            if quality.empty_patterns > 0 {
+                empty.push((quality.empty_patterns, head));
+            }
+        }
+        if empty.is_empty() {
+            return Ok(String::new());
+        }
+        empty.sort_by_key(|head| std::cmp::Reverse(head.0));
+        let all = section.artifact.sizes.head_dim / GROUP * PATTERNS;
+        let mut out = format!("\nsign, heads with patterns that no key has (of {all} patterns)\n");
+        for (count, head) in empty.into_iter().take(LISTED) {
+            out += &format!("  layer {}  head {}  {count}\n", head.layer, head.head);
+        }
+        Ok(out)
     }
 }

@@ -1,4 +1,4 @@
-//! Sums of centred keys by sign pattern, and the centroids that follow from them.
+//! Sums of centered keys by sign pattern, and the centroids that follow from them.
 
 use super::fit::pattern;
 use super::groups::{GROUP, PATTERNS, sign};
@@ -26,9 +26,9 @@ impl PatternSums {
         }
     }
 
-    /// Adds a centred key.
-    pub(super) fn add(&mut self, centred: &[f32]) {
-        for (g, x) in centred.chunks_exact(GROUP).enumerate() {
+    /// Adds a centered key.
+    pub(super) fn add(&mut self, centered: &[f32]) {
+        for (g, x) in centered.chunks_exact(GROUP).enumerate() {
             let cell = g * PATTERNS + pattern(x);
             self.counts[cell] += 1;
             for (e, v) in x.iter().enumerate() {

@@ -105,12 +105,6 @@ held-out rows) or 20% of the positions, or the best 5% by scores with noise of
 1 and 2)
 ";
 
-/// Lists the heads with query heads that have no tail.
-pub fn weak_heads(reports: &[HeadReport]) -> Result<String> {
-    let heading = "tail, heads without an estimate (share of their query heads)";
-    worst_of(heading, reports, TailQuality::off)
-}
-
 /// The declaration of the section.
 #[derive(Debug)]
 pub struct TailSection;
@@ -195,5 +189,11 @@ impl SectionKind for TailSection {
 
     fn table(&self, reports: &[HeadReport]) -> Result<String> {
         Ok(table(&COLUMNS, reports)? + LEGEND)
+    }
+
+    /// Lists the heads with query heads that have no tail.
+    fn weak_heads(&self, _: &SectionView, reports: &[HeadReport]) -> Result<String> {
+        let heading = "tail, heads without an estimate (share of their query heads)";
+        worst_of(heading, reports, TailQuality::off)
     }
 }

@@ -53,14 +53,6 @@ const COLUMNS: [Column<TriAttentionQuality>; 1] = [Column::new(
 const LEGEND: &str = "(mean over each layer's query heads; concentration = magnitudes of the mean query
 over the mean magnitudes of the queries; 1 = all queries have one direction)\n";
 
-/// Lists the heads whose queries are farthest from their mean.
-pub fn weak_heads(reports: &[HeadReport]) -> Result<String> {
-    let heading = "triattention, worst heads (1 - concentration of the queries)";
-    worst_of(heading, reports, |of: &TriAttentionQuality| {
-        Some(1.0 - of.mean()?)
-    })
-}
-
 /// The declaration of the section.
 #[derive(Debug)]
 pub struct TriAttentionSection;
@@ -125,5 +117,13 @@ impl SectionKind for TriAttentionSection {
 
     fn table(&self, reports: &[HeadReport]) -> Result<String> {
         Ok(table(&COLUMNS, reports)? + LEGEND)
+    }
+
+    /// Lists the heads whose queries are farthest from their mean.
+    fn weak_heads(&self, _: &SectionView, reports: &[HeadReport]) -> Result<String> {
+        let heading = "triattention, worst heads (1 - concentration of the queries)";
+        worst_of(heading, reports, |of: &TriAttentionQuality| {
+            Some(1.0 - of.mean()?)
+        })
     }
 }

@@ -35,7 +35,7 @@ pub struct HeadCodebook {
     /// Mean of the keys that codes describe: of the rotated keys, after `path` was subtracted from them.
     mean: Array1<f32>,
     path: Option<MeanPath>,
-    /// Maps centred keys to the channels of all groups: `[d,m dim]`.
+    /// Maps centered keys to the channels of all groups: `[d,m dim]`.
     projection: Array2<f32>,
     /// Maps a query to the same channels such that its products with keys are preserved; rounded to half precision:
     /// `[d,m dim]`.
@@ -210,7 +210,7 @@ impl HeadCodebook {
         self.mean.view()
     }
 
-    /// Returns the map of centred keys to the channels of all groups, `[d,m dim]`.
+    /// Returns the map of centered keys to the channels of all groups, `[d,m dim]`.
     pub(super) fn projection(&self) -> ArrayView2<'_, f32> {
         self.projection.view()
     }
@@ -259,14 +259,14 @@ impl HeadCodebook {
 
     /// Encodes one key, `[1,d]`, as every decode step does.
     fn encode_one(&self, k_rope: ArrayView2<f32>, position: usize) -> [Vec<u8>; STAGES] {
-        let keys = self.centred(k_rope, position);
+        let keys = self.centered(k_rope, position);
         let mut left = vec![0.0; self.projection.ncols()];
         simd::row_product(elements(&keys), elements(&self.projection), &mut left);
         self.stages.each_ref().map(|stage| stage.encode_one(&mut left))
     }
 
     /// Returns rotated keys, `[n,d]`, of the positions from `first` on, without the mean and without its path.
-    fn centred(&self, k_rope: ArrayView2<f32>, first: usize) -> Array2<f32> {
+    fn centered(&self, k_rope: ArrayView2<f32>, first: usize) -> Array2<f32> {
         let mut keys = &k_rope - &self.mean;
         if let Some(path) = &self.path {
             path.subtract(keys.view_mut(), first);
@@ -275,7 +275,7 @@ impl HeadCodebook {
     }
 
     fn encode_rows(&self, k_rope: ArrayView2<f32>, first: usize) -> [Vec<u8>; STAGES] {
-        let keys = self.centred(k_rope, first);
+        let keys = self.centered(k_rope, first);
         let mut left = product(keys.view(), self.projection.view());
         self.stages.each_ref().map(|stage| stage.encode(&mut left))
     }

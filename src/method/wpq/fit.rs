@@ -265,7 +265,7 @@ struct StageDone {
     unused_codewords: usize,
 }
 
-/// Returns the principal directions, in the metric, of centred keys `[n,d]`: one per column, the largest variance
+/// Returns the principal directions, in the metric, of centered keys `[n,d]`: one per column, the largest variance
 /// first, `[d,d]`. In each direction, the entry with the largest magnitude is positive, so that the answer is unique.
 ///
 /// # Numerics
@@ -304,11 +304,11 @@ fn squares(rows: &Array2<f32>, by: &Array2<f32>) -> f64 {
     chunks.map(of).sum()
 }
 
-/// Projects centred keys `[n,d]` to the channels of every group, `[m,n,dim]`.
-fn grouped(centred: &Array2<f32>, projection: &Array2<f32>, groups: usize) -> Array3<f32> {
-    let z = product(centred.view(), projection.view());
+/// Projects centered keys `[n,d]` to the channels of every group, `[m,n,dim]`.
+fn grouped(centered: &Array2<f32>, projection: &Array2<f32>, groups: usize) -> Array3<f32> {
+    let z = product(centered.view(), projection.view());
     let dim = projection.ncols() / groups;
-    let mut out = Array3::zeros((groups, centred.nrows(), dim));
+    let mut out = Array3::zeros((groups, centered.nrows(), dim));
     for (group, mut out) in out.outer_iter_mut().enumerate() {
         out.assign(&z.slice(s![.., channels(group, dim)]));
     }

@@ -49,7 +49,7 @@ choices! {
 }
 
 impl Center {
-    /// The centre of artifacts that do not name it.
+    /// The center of artifacts that do not name it.
     fn unnamed() -> Self {
         Self::Mean
     }
@@ -189,12 +189,6 @@ per key in the metric of the queries; of variance = held-out inertia as a share
 of the keys' variance)
 ";
 
-/// Lists the heads whose keys are approximated worst.
-pub fn weak_heads(reports: &[HeadReport]) -> Result<String> {
-    let heading = "wpq, worst heads (error on held-out keys as a share of the variance)";
-    worst_of(heading, reports, WpqQuality::unexplained)
-}
-
 /// The declaration of the section.
 #[derive(Debug)]
 pub struct WpqSection;
@@ -302,5 +296,11 @@ impl SectionKind for WpqSection {
 
     fn table(&self, reports: &[HeadReport]) -> Result<String> {
         Ok(table(&COLUMNS, reports)? + LEGEND)
+    }
+
+    /// Lists the heads whose keys are approximated worst.
+    fn weak_heads(&self, _: &SectionView, reports: &[HeadReport]) -> Result<String> {
+        let heading = "wpq, worst heads (error on held-out keys as a share of the variance)";
+        worst_of(heading, reports, WpqQuality::unexplained)
     }
 }

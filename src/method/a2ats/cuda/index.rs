@@ -105,6 +105,7 @@ impl CudaIndex for CodeIndex<'_> {
 pub(in crate::internal::method::a2ats) fn random<'d>(
     at: OnDevice<'d>,
     contents: &Contents<'_>,
+    size: usize,
 ) -> Result<Indexes<'d>> {
     let encoder = SharedPrompt::default();
     let d = at.shape.head_dim;
@@ -112,8 +113,8 @@ pub(in crate::internal::method::a2ats) fn random<'d>(
         let seed = contents.seeds[layer];
         let mut rng = ChaCha8Rng::seed_from_u64(u64::from(seed));
         let codebook = |_| match at.driver.has_memory() {
-            true => Array2::from_shape_simple_fn((contents.codewords, d), || rng.r#gen::<f32>() * 2.0 - 1.0),
-            false => Array2::zeros((contents.codewords, d)),
+            true => Array2::from_shape_simple_fn((size, d), || rng.r#gen::<f32>() * 2.0 - 1.0),
+            false => Array2::zeros((size, d)),
         };
         let books: Vec<Array2<f32>> = (0..at.shape.kv_heads).map(codebook).collect();
         let heads = books.iter().map(|codebook| HeadConstants {

@@ -91,12 +91,6 @@ above 0.85; 95% in = share of the positions that hold 95% of the attention;
 same +32 = overlap of the best 2% of positions after 32 steps; rows, sink mass,
 95% in and same +32 describe the heads, no method uses them)\n";
 
-/// Lists the heads whose attention is spread most, so that a small budget misses much of it.
-pub fn weak_heads(reports: &[HeadReport]) -> Result<String> {
-    let heading = "lfps, heads that attend most widely (share of the positions with 95% of it)";
-    worst_of(heading, reports, |of: &PriorsQuality| mean(&of.k_fraction))
-}
-
 /// Warns if the text is so short that the priors say nothing.
 fn warn_if_short(sample: &Sample, reporter: &dyn Reporter) {
     let missing = match (sample.n_rows(), sample.n_anchors()) {
@@ -193,5 +187,11 @@ impl SectionKind for LfpsSection {
 
     fn table(&self, reports: &[HeadReport]) -> Result<String> {
         Ok(table(&COLUMNS, reports)? + LEGEND)
+    }
+
+    /// Lists the heads whose attention is spread most, so that a small budget misses much of it.
+    fn weak_heads(&self, _: &SectionView, reports: &[HeadReport]) -> Result<String> {
+        let heading = "lfps, heads that attend most widely (share of the positions with 95% of it)";
+        worst_of(heading, reports, |of: &PriorsQuality| mean(&of.k_fraction))
     }
 }

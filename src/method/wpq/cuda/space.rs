@@ -185,7 +185,7 @@ impl<'d> WpqWorkspace<'d> {
                 signs: rows.signs.signs.ptr(),
                 key_bits: rows.bits[0].ptr().cast(),
                 key_params: rows.params[0].ptr().cast(),
-                centre: rows.signs.centre.ptr(),
+                centers: rows.signs.centers.ptr(),
                 alpha: rows.alpha.ptr(),
                 full: rows.signs.full.ptr(),
                 full_count: rows.signs.full_count.ptr(),
