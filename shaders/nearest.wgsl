@@ -192,3 +192,35 @@ fn main(@builtin(workgroup_id) id: vec3<u32>, @builtin(local_invocation_index) t
         owners[row0 + t].distance = sum;
     }
 }
+
+// As `main`, for few centroids, which would leave most of a tile empty: a thread scores one row against all of them.
+@compute @workgroup_size(256)
+fn few(@builtin(workgroup_id) id: vec3<u32>, @builtin(local_invocation_index) t: u32) {
+    let row = (p.first_group + id.x) * 256u + t;
+    if row >= p.rows {
+        return;
+    }
+    var score = LOWEST;
+    var at = p.start;
+    for (var c = p.start; c < p.end; c++) {
+        var s = biases[c];
+        for (var k = 0u; k < p.d; k++) {
+            s += x[row * p.d + k] * centroids[c * p.d + k];
+        }
+        // Of equal scores, the lowest number wins.
+        if s > score {
+            score = s;
+            at = c;
+        }
+    }
+    let owner = owners[row];
+    if owner.centroid != 0u && !(score > owner.score) {
+        return;
+    }
+    var sum = 0.0;
+    for (var k = 0u; k < p.d; k++) {
+        let difference = x[row * p.d + k] - centroids[at * p.d + k];
+        sum += difference * difference;
+    }
+    owners[row] = Owner(p.base + at + 1u, score, sum);
+}

@@ -11,6 +11,9 @@ use super::points::{Slab, WgpuPoints};
 use super::{BLOCK, THREADS, TILE, kernels};
 use crate::error::{Error, Result};
 
+/// So few centroids that a thread scores a row against all of them.
+const FEW: usize = TILE / 4;
+
 /// The clusters of one head, with the codes and distances of the adapter's last assignment.
 #[derive(Default)]
 pub(super) struct WgpuClusters {
@@ -291,18 +294,34 @@ fn meet(batch: &mut Batch, slab: &Slab, owners: &wgpu::Buffer, panel: &Panel, pa
         return;
     }
     let (rows, base) = (slab.rows.len(), panel.range.start);
-    kernels::Nearest {
+    let (start, end) = (part.start - base, part.end - base);
+    let (x, centroids, biases) = (&slab.x, &panel.centroids, &panel.biases);
+    if part.len() <= FEW {
+        let few = kernels::NearestFew {
+            rows,
+            d,
+            base,
+            start,
+            end,
+            x,
+            centroids,
+            biases,
+            owners,
+        };
+        return few.run(batch, rows.div_ceil(THREADS), THREADS * d * part.len());
+    }
+    let tiled = kernels::Nearest {
         rows,
         d,
         base,
-        start: part.start - base,
-        end: part.end - base,
-        x: &slab.x,
-        centroids: &panel.centroids,
-        biases: &panel.biases,
+        start,
+        end,
+        x,
+        centroids,
+        biases,
         owners,
-    }
-    .run(
+    };
+    tiled.run(
         batch,
         rows.div_ceil(TILE),
         TILE * d * part.len().next_multiple_of(TILE),
