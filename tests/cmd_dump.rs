@@ -323,6 +323,26 @@ fn prompts_are_multiplied_in_bf16_on_request() {
     }
     rounded.ok();
     kvsmith(&run).ok();
+    // The dump and what is made from it say so, and are not joined with what was made without.
+    let (rounded, plain) = (scratch.path("rounded"), scratch.path("plain"));
+    kvsmith(&format!(
+        "dump --model {model} --tokens {tokens} --dtype f32 --device cpu -o {plain}"
+    ))
+    .ok();
+    let signs = |dump: &str, name: &str| scratch.make(name, &format!("signs --dump {dump} --device cpu"));
+    let parts = [signs(&rounded, "rounded-signs"), signs(&plain, "plain-signs")];
+    let precision = |part: &str| kvsmith(&format!("inspect {part} --json")).json()["precision"].clone();
+    assert_eq!(
+        parts.each_ref().map(|part| precision(part)),
+        [json!("bf16"), Value::Null]
+    );
+    let wpq = scratch.make("wpq", &format!("wpq --dump {rounded} --device cpu"));
+    let packed = format!(
+        "pack {} {wpq} --model {model} -o {}",
+        parts[1],
+        scratch.path("packed")
+    );
+    kvsmith(&packed).fails(1, "different values of `precision`", "same dump");
     let expected = &states(&model, &texts)[0][0];
     let found = read_tensors(format!("{}/layer-00000.safetensors", scratch.path("rounded")));
     let found: Vec<f32> = bytemuck::pod_collect_to_vec(&found["k_pre"].bytes);

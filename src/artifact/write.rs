@@ -226,6 +226,7 @@ fn check_same_origin(first: &Artifact, part: &Artifact) -> Result<()> {
         ("tool_version", a.tool_version == b.tool_version),
         ("model", a.origin.model == b.origin.model),
         ("calibration", a.origin.calibration == b.origin.calibration),
+        ("precision", a.origin.precision == b.origin.precision),
     ] {
         if !same {
             return Err(Error::mismatch(format!(

@@ -101,6 +101,7 @@ impl<'a> DumpFit<'a> {
         let is_same = [
             ("model", manifest.origin.model == origin.model),
             ("text", manifest.origin.calibration == origin.calibration),
+            ("precision", manifest.origin.precision == origin.precision),
             (
                 "version of kvsmith",
                 manifest.tool_version == env!("CARGO_PKG_VERSION"),

@@ -256,6 +256,7 @@ impl Calibration<'_> {
         let origin = Origin {
             model: model_manifest(self.model, machine.reporter)?,
             calibration: self.corpus.manifest(),
+            precision: machine.precision.recorded(),
         };
         let sizes = origin.model.sizes;
         let sections = self.fits.iter();

@@ -83,6 +83,7 @@ fn dump(args: &Args, global: &Global, shard: Option<(usize, usize, &mut Task)>) 
         origin: Origin {
             model: model_manifest(&model, &log)?,
             calibration: corpus.manifest(),
+            precision: global.precision.recorded(),
         },
         options: DumpOptions {
             queries: args.queries,

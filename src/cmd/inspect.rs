@@ -131,6 +131,7 @@ pub(super) fn document(
     json!({
         "model": manifest.origin.model,
         "calibration": manifest.origin.calibration,
+        "precision": manifest.origin.precision,
         "sections": manifest.sections,
         "tool_version": manifest.tool_version,
         "device": manifest.device,
@@ -149,10 +150,14 @@ fn summary(artifact: &Artifact, args: &Args, is_brief: bool) -> Result<String> {
     // The path is the user's, and is not broken into lines.
     let mut out = format!("{:<INDENT$}{}", "artifact", args.artifact.display());
     let made = format!(
-        "{}, made by kvsmith {} on {}",
+        "{}, made by kvsmith {} on {}{}",
         size(artifact.store.file_bytes()),
         manifest.tool_version,
         manifest.device,
+        match manifest.origin.precision {
+            None => String::new(),
+            Some(precision) => format!(" with --precision {precision}"),
+        },
     );
     out += &match out.chars().count() + 2 + made.chars().count() <= columns() {
         true => format!(", {made}\n"),

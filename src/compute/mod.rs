@@ -68,6 +68,11 @@ choices! {
 }
 
 impl Precision {
+    /// Returns what manifests name: bf16 if it was asked for.
+    pub fn recorded(self) -> Option<Self> {
+        (self == Self::Bf16).then_some(self)
+    }
+
     /// Returns the type in which attention reads keys and values that no cache keeps; `kind` is the
     /// weights' type.
     pub fn attended(self, kind: Float) -> Float {

@@ -6,6 +6,7 @@ use serde::{Deserialize, Serialize};
 use sha2::{Digest, Sha256};
 
 use super::Corpus;
+use crate::compute::Precision;
 use crate::model::ModelManifest;
 use crate::store::{hex, to_bytes};
 
@@ -201,4 +202,7 @@ pub struct Origin {
     pub model: ModelManifest,
     /// The calibration text.
     pub calibration: CorpusManifest,
+    /// The type in which prompts were multiplied, if that was asked for: [`Precision::recorded`].
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub precision: Option<Precision>,
 }

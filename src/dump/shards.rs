@@ -27,6 +27,7 @@ pub(super) fn check_shards(parts: &[Part]) -> Result<()> {
         for (what, same) in [
             ("the model", a.origin.model == b.origin.model),
             ("the text", a.origin.calibration == b.origin.calibration),
+            ("⟨precision⟩", a.origin.precision == b.origin.precision),
             ("the version of kvsmith", a.tool_version == b.tool_version),
             ("the device", a.device == b.device),
             (

@@ -117,6 +117,7 @@ pub fn is_done(dir: &Path, job: &DumpJob, device: &str) -> Result<bool> {
     let same = [
         ("model", found.origin.model == job.origin.model),
         ("text", found.origin.calibration == job.origin.calibration),
+        ("⟨precision⟩", found.origin.precision == job.origin.precision),
         (
             "version of kvsmith",
             found.tool_version == env!("CARGO_PKG_VERSION"),
