@@ -21,8 +21,9 @@ REAL = target/real
 LAB = $(REAL)/lab
 # Methods that `make sweep` searches for; empty = all.
 ONLY =
-# A Python with llama-cpp-python, for `make results-decode`.
+# For `make results-decode`: a Python with llama-cpp-python, and one with torch and transformers.
 LLAMA =
+TRANSFORMERS =
 # The tables of `make results`, of which each has a document in docs/results. Of `make results-easy-4096` too.
 TABLES = text long same claims questions-4096 questions-8192 wpq-bits wpq-center equal-time code-store index-search
 REAL_PYTHON = $(REAL)/python/bin/python
@@ -91,9 +92,9 @@ results-equal-time: real
 	$(REAL_PYTHON) benches/equal_time.py $(KVSMITH) $(REAL) $(if $(TIMES),--times)
 
 # Tokens per second beside llama.cpp, at the settings whose losses are known: at most two hours, on an idle machine.
-# LLAMA: a Python with llama-cpp-python.
+# LLAMA and TRANSFORMERS: what stands beside it.
 results-decode: real
-	$(REAL_PYTHON) benches/decode_peers.py $(KVSMITH) $(REAL) $(if $(LLAMA),--llama $(LLAMA))
+	$(REAL_PYTHON) benches/decode_peers.py $(KVSMITH) $(REAL) $(if $(LLAMA),--llama $(LLAMA)) $(if $(TRANSFORMERS),--transformers $(TRANSFORMERS))
 	$(MAKE) pages
 
 results-code-store results-index-search: results-%: real $(REAL)/python/faiss

@@ -1,4 +1,4 @@
-"""Time decode steps of transformers: print {"tokens_per_s": .., "cache": "DynamicCache" or "StaticCache"}, the faster of both, in bf16.
+"""Time decode steps of transformers: print {"tokens_per_s": .., "cache": "DynamicCache" or "StaticCache"}, the faster of the two, in bf16.
 
     python transformers_decode.py MODEL_FOLDER CONTEXT
     python transformers_decode.py llama-3.2-1b CONTEXT

@@ -340,6 +340,7 @@ class Pages(unittest.TestCase):
         met = [[cell.strip() for cell in line.split("|")[2:-1]] for line in lines]
         self.assertEqual(met, [["8,192", "60.0 / 50.0", "1.20", "1.2", "yes"], ["8,192, 5%", "84.0 / 60.0", "1.40", "1.4", "yes"],
                                ["8,192, 5%", "84.0 / 100.0", "0.84", "0.9", "no"], ["8,192, 10%", "59.0 / 60.0", "0.98", "1.0", "no"]])
+        self.assertIn("the least of 2 ratios: smollm2-135m, bf16", lines[-1])
 
     def test_pictures_show_what_was_measured(self):
         rows = [{"method": method, "form": "", "share": share, "kl": kl, "kl_by_block": [kl] * 20, "bytes_read_fraction": share}

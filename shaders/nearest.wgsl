@@ -1,9 +1,10 @@
 // The nearest centroid of each row and the squared distance to it: `nearest` in src/compute/reference.rs.
 //
-// The nearest centroid has the highest score x.c - |c|^2 / 2. A workgroup scores 64 rows against 64 centroids at a
-// time, over 16 channels at a time in workgroup memory, with 4 x 4 scores per thread. Only the best score of each row
-// is kept, so the `n x M` matrix is never stored. The centroids of a dispatch challenge the present owner of each row.
-// The owner has a lower number than these centroids, so only a strictly higher score wins.
+// The nearest centroid has the highest score x.c - |c|^2 / 2. For few centroids, a thread scores all of them against
+// its row (`few`). For more, a workgroup scores 64 rows against 64 centroids at a time, over 16 channels at a time in
+// workgroup memory, with 4 x 4 scores per thread. Only the best score of each row is kept, so the `n x M` matrix is
+// never stored. The centroids of a dispatch challenge the present owner of each row. The owner has a lower number
+// than these centroids, so only a strictly higher score wins.
 
 struct Params {
     first_group: u32,
