@@ -227,8 +227,9 @@ fn is_later(version: &str) -> bool {
 fn run(mut command: Command) -> Result<String, String> {
     let output = command.output().map_err(|e| e.to_string())?;
     let said = String::from_utf8_lossy(&output.stderr).into_owned();
-    match output.status.success() {
-        true => Ok(said),
-        false => Err(said),
+    if output.status.success() {
+        Ok(said)
+    } else {
+        Err(said)
     }
 }

@@ -111,9 +111,10 @@ impl Kernel {
                 .map(Parameter::of)
                 .collect::<Result<_, _>>()?,
         };
-        match is_name(name) && kernel.threads.is_multiple_of(32) && (1..=1024).contains(&kernel.threads) {
-            true => Ok(kernel),
-            false => Err(format!("no kernel: {kernel:?}")),
+        if is_name(name) && kernel.threads.is_multiple_of(32) && (1..=1024).contains(&kernel.threads) {
+            Ok(kernel)
+        } else {
+            Err(format!("no kernel: {kernel:?}"))
         }
     }
 }
@@ -127,19 +128,21 @@ impl Parameter {
         let of = words.next().unwrap_or_default();
         let is_pointer = words.next_if_eq(&"*").is_some();
         let name = words.next().unwrap_or_default();
-        let types: &[&str] = match is_pointer {
-            true => &["void", "u8", "u16", "u32", "u64", "float", "double", "uint4"],
-            false => &["u32", "u64", "float", "double"],
+        let types: &[&str] = if is_pointer {
+            &["void", "u8", "u16", "u32", "u64", "float", "double", "uint4"]
+        } else {
+            &["u32", "u64", "float", "double"]
         };
         let is_whole = words.next().is_none() && is_name(name) && (is_pointer || !is_const && !is_optional);
-        match is_whole && types.contains(&of) {
-            true => Ok(Self {
+        if is_whole && types.contains(&of) {
+            Ok(Self {
                 name: name.to_owned(),
                 of: of.to_owned(),
                 is_pointer,
                 is_optional,
-            }),
-            false => Err(format!("no parameter that a launch knows: `{}`", text.trim())),
+            })
+        } else {
+            Err(format!("no parameter that a launch knows: `{}`", text.trim()))
         }
     }
 }

@@ -143,9 +143,10 @@ impl {name}<'_> {{
     /// dynamic shared memory, which the caller gives.
     fn alone(&self, at: usize) -> (String, &'static str, &'static str, &'static str) {
         let constant = format!("    pub const KERNEL: &'static Kernel = &ALL[{at}];\n\n");
-        let (given, shared_bytes) = match self.is_shared {
-            true => ("grid: [usize; 3], shared_bytes: usize", "shared_bytes"),
-            false => ("grid: [usize; 3]", "0"),
+        let (given, shared_bytes) = if self.is_shared {
+            ("grid: [usize; 3], shared_bytes: usize", "shared_bytes")
+        } else {
+            ("grid: [usize; 3]", "0")
         };
         (constant, given, "Self::KERNEL", shared_bytes)
     }

@@ -87,6 +87,26 @@ KERNEL(256, 1, silu_rows, const float* gate_up, float* out, u64 n, u32 width) {
     }
 }
 
+// Takes the rows of some heads: all `[b,heads,values]`, some `[b,n group,values]`. list `[n]` has numbers of groups of
+// `group` heads. Each block has values of one head: y is its number in `some`, z the sequence.
+KERNEL(256, 1, gather_heads, const float* all, const u32* list, float* some, u32 heads, u32 group, u32 values) {
+    wait_for_earlier();
+    u32 i = blockIdx.x * 256 + threadIdx.x, head = list[blockIdx.y / group] * group + blockIdx.y % group;
+    if (i >= values) return;
+    u64 from = ((u64)blockIdx.z * heads + head) * values, to = ((u64)blockIdx.z * gridDim.y + blockIdx.y) * values;
+    some[to + i] = all[from + i];
+}
+
+// Puts the outputs of some heads, some `[rows,own]` with own = n group d, among those of all heads, all `[rows,width]`;
+// list is as in gather_heads. Each block has values of one row.
+KERNEL(256, 1, scatter_heads, const float* some, const u32* list, float* all, u32 group, u32 d, u32 own, u32 width) {
+    wait_for_earlier();
+    u32 i = blockIdx.x * 256 + threadIdx.x;
+    if (i >= own) return;
+    u32 head = i / d, to = (list[head / group] * group + head % group) * d + i % d;
+    all[(u64)blockIdx.y * width + to] = some[(u64)blockIdx.y * own + i];
+}
+
 // Cuts rows of w channels to their first d channels.
 KERNEL(256, 1, narrow_rows, const float* rows, float* out, u64 n, u32 w, u32 d) {
     wait_for_earlier();

@@ -39,9 +39,10 @@ fn long_version() -> String {
     } else {
         features.join(" ")
     };
-    let kernels = match kernels::are_built_in() {
-        true => "compiled in, for compute capabilities 8.0 and 9.0",
-        false => "compiled by NVRTC when the program runs",
+    let kernels = if kernels::are_built_in() {
+        "compiled in, for compute capabilities 8.0 and 9.0"
+    } else {
+        "compiled by NVRTC when the program runs"
     };
     format!(
         "{}\ncommit: {commit}\ncpu: {} {features}\ncuda kernels: {kernels}",
@@ -167,9 +168,10 @@ fn named_and_headed(command: clap::Command) -> clap::Command {
     let command = command.mut_subcommands(named_and_headed);
     command.mut_args(|arg| {
         let is_raw = |names: &[clap::builder::Str]| names.iter().any(|name| name.contains('_'));
-        let arg = match arg.get_value_names().is_some_and(is_raw) {
-            true => arg.value_name("NAME"),
-            false => arg,
+        let arg = if arg.get_value_names().is_some_and(is_raw) {
+            arg.value_name("NAME")
+        } else {
+            arg
         };
         let headed = arg.get_help_heading().is_some() || arg.is_positional();
         match arg.get_id().as_str() {
@@ -234,9 +236,10 @@ fn print_help(e: &clap::Error) -> std::io::Result<()> {
         return e.print();
     }
     let to_stderr = e.use_stderr();
-    let is_terminal = match to_stderr {
-        true => std::io::stderr().is_terminal(),
-        false => std::io::stdout().is_terminal(),
+    let is_terminal = if to_stderr {
+        std::io::stderr().is_terminal()
+    } else {
+        std::io::stdout().is_terminal()
     };
     let has = |name: &str| std::env::var_os(name).unwrap_or_default();
     let has_colours = is_terminal && has("NO_COLOR").is_empty() && has("TERM") != "dumb";
@@ -253,12 +256,13 @@ fn print_help(e: &clap::Error) -> std::io::Result<()> {
         .sum();
     let (first, rest) = shown.split_at(at);
     let said = format!("{first}\nMore commands:\n{rest}");
-    match to_stderr {
-        true => std::io::stderr().lock().write_all(said.as_bytes()),
-        false => std::io::stdout()
+    if to_stderr {
+        std::io::stderr().lock().write_all(said.as_bytes())
+    } else {
+        std::io::stdout()
             .lock()
             .write_all(said.as_bytes())
-            .and_then(|()| std::io::stdout().flush()),
+            .and_then(|()| std::io::stdout().flush())
     }
 }
 

@@ -268,9 +268,10 @@ impl Corpus {
             let ideal = 2 * (shard as u128 * self.n_tokens() as u128) / count as u128;
             let end = middles.partition_point(|middle| *middle < ideal);
             // Every shard gets a block, and leaves one to each later shard.
-            let end = match shard == count {
-                true => blocks,
-                false => end.clamp(first + 1, blocks - (count - shard)),
+            let end = if shard == count {
+                blocks
+            } else {
+                end.clamp(first + 1, blocks - (count - shard))
             };
             let range = first..end;
             first = end;
@@ -327,11 +328,12 @@ fn check(seq_len: usize, options: &CorpusOptions) -> Result<()> {
         return Err(Error::usage("⟨seq_len⟩ must be at least 1"));
     }
     let share = options.holdout;
-    match (0.0..1.0).contains(&share) {
-        true => Ok(()),
-        false => Err(Error::usage(format!(
+    if (0.0..1.0).contains(&share) {
+        Ok(())
+    } else {
+        Err(Error::usage(format!(
             "⟨holdout={share}⟩ is out of range: expected at least 0 and less than 1"
-        ))),
+        )))
     }
 }
 

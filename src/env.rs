@@ -167,17 +167,19 @@ pub fn is_cancelled() -> bool {
 
 /// Fails if the calling thread's work was asked to stop.
 pub fn check() -> Result<()> {
-    match is_cancelled() {
-        true => Err(Error::interrupted()),
-        false => Ok(()),
+    if is_cancelled() {
+        Err(Error::interrupted())
+    } else {
+        Ok(())
     }
 }
 
 /// Returns `Break` if the calling thread's work was asked to stop: the form of [`check`] for callbacks.
 pub fn flow() -> ControlFlow<()> {
-    match is_cancelled() {
-        true => ControlFlow::Break(()),
-        false => ControlFlow::Continue(()),
+    if is_cancelled() {
+        ControlFlow::Break(())
+    } else {
+        ControlFlow::Continue(())
     }
 }
 

@@ -17,6 +17,11 @@ pub enum Float {
     Bf16 = 2,
 }
 
+/// Rounds to the nearest f16; values beyond its range become the largest.
+pub fn saturating_f16(x: f32) -> f16 {
+    f16::from_f32(x.clamp(f16::MIN.to_f32(), f16::MAX.to_f32()))
+}
+
 impl Float {
     /// Returns the bytes per element.
     pub fn bytes(self) -> usize {

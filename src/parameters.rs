@@ -98,12 +98,10 @@ pub trait Parameters: Clone + Debug + Default + PartialEq + Serialize + Deserial
     fn check(&self) -> Result<()> {
         let values = self.values();
         // JSON has neither infinity nor NaN: such numbers do not come back.
-        match Self::from_values(values)? == *self {
-            true => Ok(()),
-            false => {
-                Err(Error::usage(format!("{self:?} has numbers that are not finite"))
-                    .hint("give finite numbers"))
-            }
+        if Self::from_values(values)? == *self {
+            Ok(())
+        } else {
+            Err(Error::usage(format!("{self:?} has numbers that are not finite")).hint("give finite numbers"))
         }
     }
 }
@@ -114,9 +112,10 @@ fn check(known: &[Parameter], values: &Map<String, Value>, defaults: &Map<String
         let Some(parameter) = parameter else {
             let names: Vec<&str> = known.iter().map(|parameter| parameter.name).collect();
             let error = Error::usage(format!("there is no parameter `{name}`"));
-            return Err(error.hint(match names.is_empty() {
-                true => "remove it: nothing can be set here".to_owned(),
-                false => format!("the parameters are {}", names.join(", ")),
+            return Err(error.hint(if names.is_empty() {
+                "remove it: nothing can be set here".to_owned()
+            } else {
+                format!("the parameters are {}", names.join(", "))
             }));
         };
         // What is absent by default may be absent.

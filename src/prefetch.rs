@@ -32,12 +32,14 @@ pub fn prefetch_ahead<T>(values: &[T]) {
     each_line::<SECOND_CACHE, T>(values, AHEAD);
 }
 
-/// Prefetches the cache lines of the first and of the last byte of row number `row`, of `width` bytes, as
-/// [`prefetch_later`] does.
+/// Prefetches the cache lines that hold row number `row`, of `width` bytes, as [`prefetch_later`] does; the row need not be
+/// one of `rows`.
 #[inline(always)]
-pub fn prefetch_ends(rows: &[u8], row: usize, width: usize) {
+pub fn prefetch_row(rows: &[u8], row: usize, width: usize) {
     let first = rows.as_ptr().wrapping_add(row * width);
-    line::<SECOND_CACHE>(first);
+    for at in (0..width).step_by(64) {
+        line::<SECOND_CACHE>(first.wrapping_add(at));
+    }
     line::<SECOND_CACHE>(first.wrapping_add(width - 1));
 }
 

@@ -248,13 +248,14 @@ fn quarter(bytes: &[u8], at: usize, high: impl Fn(usize) -> u8) -> [i8; CHUNK] {
 /// Reads the scale and the offset of chunk `at`, in 6 bits, of the 12 bytes that a block has for them.
 #[inline(always)]
 fn six_bits(packed: &[u8], at: usize) -> (u8, u8) {
-    match at < 4 {
-        true => (packed[at] & 63, packed[at + 4] & 63),
+    if at < 4 {
+        (packed[at] & 63, packed[at + 4] & 63)
+    } else {
         // The upper two bits are those of the first chunks' bytes.
-        false => (
+        (
             packed[at + 4] & 15 | packed[at - 4] >> 6 << 4,
             packed[at + 4] >> 4 | packed[at] >> 6 << 4,
-        ),
+        )
     }
 }
 

@@ -39,9 +39,12 @@ pub fn harmless(text: &str) -> Cow<'_, str> {
     if !text.contains(obeyed) {
         return Cow::Borrowed(text);
     }
-    let escaped = |c: char| match obeyed(c) {
-        true => c.escape_default().to_string(),
-        false => c.to_string(),
+    let escaped = |c: char| {
+        if obeyed(c) {
+            c.escape_default().to_string()
+        } else {
+            c.to_string()
+        }
     };
     Cow::Owned(text.chars().map(escaped).collect())
 }
@@ -57,16 +60,18 @@ pub fn settings<'a>(text: &'a str, write: impl Fn(&str, Option<&str>) -> String)
             .split_once('=')
             .map_or((inside, None), |(name, value)| (name, Some(value)));
         out += before;
-        match name.chars().all(|c| c.is_ascii_lowercase() || c == '_') {
-            true => out += &write(name, value),
+        if name.chars().all(|c| c.is_ascii_lowercase() || c == '_') {
+            out += &write(name, value)
+        } else {
             // What comes from a file, such as a name, stays as it is.
-            false => out += &format!("⟨{inside}⟩"),
+            out += &format!("⟨{inside}⟩")
         }
         rest = after;
     }
-    match out.is_empty() {
-        true => Cow::Borrowed(text),
-        false => Cow::Owned(out + rest),
+    if out.is_empty() {
+        Cow::Borrowed(text)
+    } else {
+        Cow::Owned(out + rest)
     }
 }
 

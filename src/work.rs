@@ -132,9 +132,10 @@ impl WorkFolder {
         let manifest = self.manifest(digests.collect(), FinishedLayer { layer, quality });
         let output = Output::create(&self.layer_path(layer))?;
         store::write(output, &tensors, Some(&manifest))?;
-        match last {
-            true => Ok(()),
-            false => self.save_hidden(hidden, layer + 1),
+        if last {
+            Ok(())
+        } else {
+            self.save_hidden(hidden, layer + 1)
         }
     }
 

@@ -703,12 +703,13 @@ impl Terminal {
             .stdout(Stdio::piped());
         // SAFETY: both functions may be called between fork and exec.
         unsafe {
-            command.pre_exec(
-                || match libc::setsid() < 0 || libc::ioctl(0, libc::TIOCSCTTY, 0) < 0 {
-                    true => Err(std::io::Error::last_os_error()),
-                    false => Ok(()),
-                },
-            )
+            command.pre_exec(|| {
+                if libc::setsid() < 0 || libc::ioctl(0, libc::TIOCSCTTY, 0) < 0 {
+                    Err(std::io::Error::last_os_error())
+                } else {
+                    Ok(())
+                }
+            })
         };
         let child = command.spawn().unwrap();
         drop(command);

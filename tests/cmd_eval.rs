@@ -366,11 +366,10 @@ fn drive(
     let turns = turns.iter().map(&mut turn).collect();
     let shares = session.shares().unwrap();
     let counts: Counts = session.counts().unwrap().into_iter().sum();
-    let d = decoder.config.head_dim;
     let bytes = [
-        counts.bytes_fraction(kv, d),
-        counts.moved_fraction(kv, d),
-        counts.scratch_fraction(kv, d),
+        counts.bytes_fraction(),
+        counts.moved_fraction(),
+        counts.scratch_fraction(),
     ];
     let [bytes, moved, scratch] = bytes.map(|share| share.unwrap_or(0.0));
     Driven {
@@ -385,7 +384,7 @@ fn every_turn_is_that_of_a_session() {
         ("llama_default", KvType::F32, "f32"),
         ("qwen2_sliding", KvType::F32, "f32"),
         ("llama_default", KvType::F16, "f16"),
-        ("llama_default", KvType::TwoBit, "2bit"),
+        ("llama_default", KvType::TWO_BIT, "2bit"),
     ] {
         // Turns of 30 tokens: 25 in the prompt, 5 fed one by one.
         let model = Model::new(name, &[120]);
@@ -526,8 +525,8 @@ fn recall_is_that_of_a_choice_along_the_full_trajectory() {
     let list = names.map(|name| name.as_str()).join(",");
     for (kv, flag) in [
         (KvType::F32, "f32"),
-        (KvType::Bf16, "bf16"),
-        (KvType::TwoBit, "2bit"),
+        (KvType::BF16, "bf16"),
+        (KvType::TWO_BIT, "2bit"),
     ] {
         let json = model.eval(&format!(
             "--methods {list} --budgets 8 --turns 4 --decode 5 --sinks 1 --window 3 --kv {flag}"

@@ -375,9 +375,12 @@ fn questions_are_fed_in_decode_steps() {
         .last()
         .unwrap());
     assert_ne!(own, exact, "the method answers as full attention does");
-    let line = |own_question: bool, answer: u32| match own_question {
-        true => json!({ "prompt_tokens": prompt, "question_tokens": question, "answer_tokens": [answer] }),
-        false => json!({ "prompt_tokens": ids, "answer_tokens": [answer] }),
+    let line = |own_question: bool, answer: u32| {
+        if own_question {
+            json!({ "prompt_tokens": prompt, "question_tokens": question, "answer_tokens": [answer] })
+        } else {
+            json!({ "prompt_tokens": ids, "answer_tokens": [answer] })
+        }
     };
     let ask = |own_question: bool, options: &str| {
         let lines = [line(own_question, own), line(own_question, exact)];

@@ -18,9 +18,10 @@ fn files(folder: &str) -> BTreeMap<String, Vec<u8>> {
         for entry in std::fs::read_dir(&folder).unwrap() {
             let path = entry.unwrap().path();
             let name = path.display().to_string();
-            match path.is_dir() {
-                true => open.push(name),
-                false => drop(found.insert(name, std::fs::read(path).unwrap())),
+            if path.is_dir() {
+                open.push(name)
+            } else {
+                drop(found.insert(name, std::fs::read(path).unwrap()))
             }
         }
     }

@@ -295,9 +295,12 @@ fn sources(folder: &Path) -> Vec<String> {
     let entries = std::fs::read_dir(folder)
         .unwrap()
         .map(|entry| entry.unwrap().path());
-    let read = |path: std::path::PathBuf| match path.is_dir() {
-        true => sources(&path),
-        false => vec![std::fs::read_to_string(path).unwrap()],
+    let read = |path: std::path::PathBuf| {
+        if path.is_dir() {
+            sources(&path)
+        } else {
+            vec![std::fs::read_to_string(path).unwrap()]
+        }
     };
     entries.flat_map(read).collect()
 }

@@ -30,9 +30,12 @@ fn base64(bytes: &[u8]) -> String {
     let digits = b"ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789+/";
     let group = |three: &[u8]| -> String {
         let n = (0..3).fold(0, |n, i| n << 8 | u32::from(*three.get(i).unwrap_or(&0)));
-        let digit = |i: usize| match i > three.len() {
-            true => '=',
-            false => char::from(digits[(n >> (18 - 6 * i)) as usize & 63]),
+        let digit = |i: usize| {
+            if i > three.len() {
+                '='
+            } else {
+                char::from(digits[(n >> (18 - 6 * i)) as usize & 63])
+            }
         };
         (0..4).map(digit).collect()
     };

@@ -163,12 +163,19 @@ fn every_command_prints_what_the_page_says() {
     scratch.write("unfinished/state.json", mark.to_string());
     compare("status", &[json(&format!("status {}", path("")))]);
     std::fs::remove_dir_all(path("unfinished")).unwrap();
+    let heads = |method: &str| json!({"heads": [{"repeat": 2, "method": method}]});
+    let plan = json!({"head_plan": {"layers": [heads("topk"), heads("full")]}});
+    let plan = scratch.write("plan.json", plan.to_string());
     let (plain, art) = (path("plain"), path("art"));
     let sections = [path("codebook"), path("signs"), path("wpq")].join(" ");
     compare(
         "pack",
         &[json(&format!("pack {sections} --model {model} -o {plain}"))],
     );
+    let with_plan = path("with-plan");
+    json(&format!(
+        "pack {plain} --model {model} --head-plan {plan} -o {with_plan}"
+    ));
     compare(
         "verdict",
         &[json(&format!(
@@ -197,7 +204,11 @@ fn every_command_prints_what_the_page_says() {
     compare("calibrate", &[json(&format!("{calibrate} -o {art}")), without]);
     compare(
         "inspect",
-        &[json(&format!("inspect {art}")), json(&format!("inspect {plain}"))],
+        &[
+            json(&format!("inspect {art}")),
+            json(&format!("inspect {plain}")),
+            json(&format!("inspect {with_plan}")),
+        ],
     );
     compare(
         "report",
@@ -212,6 +223,9 @@ fn every_command_prints_what_the_page_says() {
         "run",
         &[
             json(&format!("{run} --tokens {prompt} --ignore-eos")),
+            json(&format!(
+                "{run} --tokens {prompt} --ignore-eos --head-plan {plan}"
+            )),
             chat,
             json(&format!(
                 "run --model {model} --artifact {art} --compare full,wpq --tokens {prompt} --max-new 2"
@@ -232,6 +246,7 @@ fn every_command_prints_what_the_page_says() {
                 path("without")
             )),
             json(&format!("{eval} --tokens {tokens} --reads 0.01,0.9")),
+            json(&format!("{eval} --tokens {tokens} --head-plan {plan}")),
             Outcome::of(
                 command(&format!("{eval} --tokens {tokens} --json"))
                     .args(["--also", "lfps --lfps-theta 0.85"])

@@ -188,9 +188,10 @@ fn families() {
 fn report(chip: u32) -> Result<String, Failed> {
     let folder = REPORTS.ok_or("no reports")?;
     let text = std::fs::read_to_string(Path::new(folder).join(format!("sm_{chip}.txt")))?;
-    match kernels::are_built_in() {
-        true => Ok(text),
-        false => Err(format!("nvcc failed, for sm_{chip} or another chip:\n{text}").into()),
+    if kernels::are_built_in() {
+        Ok(text)
+    } else {
+        Err(format!("nvcc failed, for sm_{chip} or another chip:\n{text}").into())
     }
 }
 

@@ -5,6 +5,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::path::PathBuf;
 
 use crate::source::{Module, Tree};
+use kvsmith::internal::method::registry::METHODS;
 
 /// The floors from the ground up, with the modules of each. A module belongs where its longest prefix stands.
 const FLOORS: [&[&str]; 13] = [
@@ -281,6 +282,46 @@ fn methods_are_known_by_their_declarations() {
         .map(|(path, name)| (path.to_owned(), name.to_owned()))
         .into();
     assert_eq!(found, listed);
+}
+
+/// Files outside `method` that may write the name of a method: those with examples, or with names of commands, and the check
+/// of a GPU, whose cases are of methods.
+const WRITE_METHODS: [&str; 4] = [
+    "cmd/examples.rs",
+    "cmd/removed.rs",
+    "cuda/check/methods.rs",
+    "cuda/check/model.rs",
+];
+
+/// Returns the methods whose names stand as texts in a file, besides its comments and its tests.
+fn written_methods(text: &str) -> Vec<&'static str> {
+    let code = text.split("#[cfg(test)]").next().unwrap_or_default();
+    let code: Vec<&str> = code
+        .lines()
+        .filter(|line| !line.trim_start().starts_with("//"))
+        .collect();
+    let names = METHODS.iter().map(|method| method.as_str());
+    names
+        .filter(|name| code.iter().any(|line| line.contains(&format!("\"{name}\""))))
+        .collect()
+}
+
+#[test]
+fn methods_are_named_by_the_registry() {
+    let tree = Tree::read(&root());
+    let outside = tree.files.keys().filter(|path| !path.starts_with("method/"));
+    let outside =
+        outside.filter(|path| !path.ends_with("tests.rs") && !WRITE_METHODS.contains(&path.as_str()));
+    for path in outside {
+        let text = std::fs::read_to_string(root().join("src").join(path)).unwrap();
+        assert_eq!(written_methods(&text), Vec::<&str>::new(), "{path}");
+    }
+    for path in WRITE_METHODS {
+        let text = std::fs::read_to_string(root().join("src").join(path)).unwrap();
+        assert!(!written_methods(&text).is_empty(), "{path} need not be listed");
+    }
+    let made_up = "// \"wpq\"\nif name == \"lfps\" {}\n#[cfg(test)]\nlet a = \"topk\";";
+    assert_eq!(written_methods(made_up), ["lfps"]);
 }
 
 /// Lines of the library that name a flag of the command line; flags of other programs are allowed.

@@ -8,12 +8,12 @@ use crate::common::random::{matrix, noise};
 use crate::common::*;
 use half::f16;
 use kvsmith::internal::artifact::Artifact;
-use kvsmith::internal::compute::attention::{self, CachedRows};
+use kvsmith::internal::compute::attention;
 use kvsmith::internal::compute::reference;
 use kvsmith::internal::float::Float;
 use kvsmith::internal::kv::StaticSet;
 use kvsmith::internal::kv::packed::Center;
-use kvsmith::internal::kv::{KvHead, KvType, RowStore};
+use kvsmith::internal::kv::{KvHead, KvType, RowCache, RowStore, float};
 use kvsmith::internal::method::a2ats::{
     A2ats, BUCKETS, CHOL, CODEBOOK, Codebooks, Edges, HeadCodebook, MEAN, Quotas,
 };
@@ -365,7 +365,7 @@ fn decode_attention_is_that_of_the_definition() {
             matrix(&mut rng, 2 * n, d),
         );
         let store = |x: &Array2<f32>, kind| {
-            let mut rows = RowStore::new(kind, d, 0);
+            let mut rows = float::cache(kind, d, 0);
             rows.extend(x.view());
             rows
         };
@@ -374,16 +374,16 @@ fn decode_attention_is_that_of_the_definition() {
             // Every second position, out of what the cache really holds.
             let positions: Vec<u32> = (0..n as u32).map(|p| 2 * p + 1).collect();
             let mut scratch = vec![0.0; d];
-            let mut held = |rows: &RowStore| {
+            let mut held = |rows: &dyn RowCache| {
                 let values = positions
                     .iter()
                     .flat_map(|p| rows.row(*p as usize, &mut scratch).to_vec());
                 Array2::from_shape_vec((n, d), values.collect()).unwrap()
             };
-            let (k, v) = (held(&keys), held(&values));
+            let (k, v) = (held(&*keys), held(&*values));
             let mut out = Array2::from_elem((r, d), f32::NAN);
             let (weights, _) =
-                attention::decode_with_weights(q.view(), &keys, &values, &positions, out.view_mut());
+                attention::decode_with_weights(q.view(), &*keys, &*values, &positions, out.view_mut());
             assert_eq!(weights.dim(), (r, n));
             for (query, (out, weights)) in q
                 .rows()
@@ -397,7 +397,7 @@ fn decode_attention_is_that_of_the_definition() {
         }
     }
     let mut out = Array2::from_elem((2, 16), f32::NAN);
-    let empty = RowStore::new(Float::F32, 16, 0);
+    let empty = RowStore::<f32>::new(16, 0);
     attention::decode(
         matrix(&mut rng, 2, 16).view(),
         &empty,
@@ -552,9 +552,10 @@ fn retrieval(rope: &str, metric: &str) {
             k_rope,
             ..
         } = states;
-        let (queries, keys_used) = match windowed {
-            true => (q_pre, k_pre),
-            false => (q_rope, k_rope),
+        let (queries, keys_used) = if windowed {
+            (q_pre, k_pre)
+        } else {
+            (q_rope, k_rope)
         };
         for head in 0..g {
             let i = layer * g + head;

@@ -4,8 +4,7 @@ use std::os::unix::process::CommandExt;
 
 use crate::common::*;
 use kvsmith::internal::compute::{attention, reference};
-use kvsmith::internal::float::Float;
-use kvsmith::internal::kv::RowStore;
+use kvsmith::internal::kv::{RowCache, RowStore};
 use kvsmith::internal::model::ModelConfig;
 use kvsmith::internal::model::tokenizer::Tokenizer;
 use ndarray::Array2;
@@ -23,7 +22,7 @@ fn decode_attention_at_128k_positions() {
     // Small scores: the weights are about equal, so every position counts; values share an offset.
     let (q, k, v) = (random(2, 0.2), random(n, 1.0), random(n, 1.0) + 3.0);
     let store = |x: &Array2<f32>| {
-        let mut rows = RowStore::new(Float::F32, d, n);
+        let mut rows = RowStore::<f32>::new(d, n);
         rows.extend(x.view());
         rows
     };

@@ -80,7 +80,7 @@ fn sequences_that_are_stepped_together_do_not_touch_each_other() {
     for model in Model::all() {
         for name in ["full", "topk", "wpq", "lfps", "selfindex"] {
             let method = MethodName::named(name).unwrap();
-            let (budget, kv) = (Budget::Count(9), KvType::Bf16);
+            let (budget, kv) = (Budget::Count(9), KvType::BF16);
             let prompts = [30, 57, 41].map(|n| &model.ids[n - 20..n + 10]);
             let steps = [10, 10, 4];
             let expected: Vec<_> = (0..3)
@@ -160,7 +160,7 @@ fn the_memory_of_a_sequence_is_known_before_it_is_opened() {
     let mut wrong = Vec::new();
     for model in Model::all() {
         for method in METHODS {
-            for kv in [KvType::Bf16, KvType::TwoBit] {
+            for kv in [KvType::BF16, KvType::TWO_BIT] {
                 let prepared = model.prepared(*method);
                 let mut engine = model.engine(prepared.as_ref(), options(Budget::Fraction(0.1), kv));
                 let [rows, index] = engine.bytes_for(N + 1).unwrap().map(|bytes| bytes as f64);
@@ -170,11 +170,12 @@ fn the_memory_of_a_sequence_is_known_before_it_is_opened() {
                 let [held_rows, held] = engine.bytes().map(|bytes| bytes as f64);
                 let name = format!("{} {kv:?} {}", method.as_str(), model.decoder.config.head_dim);
                 // A cache grows by an eighth at a time; a 2-bit cache also holds some positions in full.
-                let full = if kv == KvType::TwoBit { 4.0 } else { 1.2 };
+                let full = if kv == KvType::TWO_BIT { 4.0 } else { 1.2 };
                 // a2ats makes its lists when a choice first reads them, and a short prompt has few full-precision tokens,
                 // whose places selfindex lists.
-                let most = match (method.as_str(), kv) {
-                    ("a2ats", _) | ("selfindex", KvType::TwoBit) => 4.0,
+                let most = match method.as_str() {
+                    "a2ats" => 4.0,
+                    "selfindex" if kv == KvType::TWO_BIT => 4.0,
                     _ => 2.0,
                 };
                 if !(rows..=full * rows).contains(&held_rows) {
@@ -193,7 +194,7 @@ fn the_memory_of_a_sequence_is_known_before_it_is_opened() {
 fn what_an_engine_cannot_do_is_refused_and_changes_nothing() {
     let model = Model::all().next().unwrap();
     let prepared = model.prepared(MethodName::named("topk").unwrap());
-    let options = options(Budget::Count(9), KvType::Bf16);
+    let options = options(Budget::Count(9), KvType::BF16);
     let mut engine = model.engine(prepared.as_ref(), options);
     let [a, b] = [(); 2].map(|()| engine.open(32).unwrap());
     engine.prefill(a, &model.ids[..20]).unwrap();
@@ -241,7 +242,8 @@ fn what_an_engine_cannot_do_is_refused_and_changes_nothing() {
 fn caches_grow_past_what_was_reserved() {
     for model in Model::all() {
         for method in METHODS {
-            for kv in [KvType::F32, KvType::F16, KvType::TwoBit] {
+            let mixed = KvType::named("k=bf16,v=f16").unwrap();
+            for kv in [KvType::F32, KvType::F16, KvType::TWO_BIT, mixed] {
                 let run = |capacity: usize| {
                     let mut session = model.session(*method, Budget::Count(9), kv, capacity);
                     let mut logits = vec![session.prefill(&model.ids[..30]).unwrap()];
@@ -295,7 +297,8 @@ fn a_long_prompt_tells_its_progress_within_a_layer() {
 fn a_look_at_full_attention_changes_nothing() {
     for model in Model::all() {
         let (ids, all) = (&model.ids, Budget::Fraction(1.0));
-        for kv in [KvType::F32, KvType::Bf16] {
+        let mixed = KvType::named("k=f16,v=bf16").unwrap();
+        for kv in [KvType::F32, KvType::BF16, mixed] {
             // With every position in the budget, a session's own steps are with full attention.
             let mut full = model.session(METHODS[0], all, kv, 80);
             full.prefill(&ids[..60]).unwrap();
@@ -326,7 +329,7 @@ fn a_look_at_full_attention_changes_nothing() {
                 assert_eq!(plain.index_bytes(), looked.index_bytes());
             }
         }
-        let mut packed = model.session(METHODS[0], all, KvType::TwoBit, 80);
+        let mut packed = model.session(METHODS[0], all, KvType::TWO_BIT, 80);
         packed.prefill(&ids[..60]).unwrap();
         assert!(packed.peek_in_full(ids[60]).unwrap().is_none());
     }
@@ -340,7 +343,7 @@ fn an_evaluation_tells_its_progress() {
             sinks: 2,
             window: 4,
             budget: Budget::Count(9),
-            kv: KvType::Bf16,
+            kv: KvType::BF16,
             packed: Center::Median.into(),
             granule: 64,
         };

@@ -10,9 +10,8 @@ use std::sync::Arc;
 use common::random::noise;
 use common::{methods, plain_rope, trials};
 use kvsmith::internal::compute::attention::{self, CachedRows, Partial};
-use kvsmith::internal::float::Float;
 use kvsmith::internal::kv::packed::Center;
-use kvsmith::internal::kv::{Budget, KvHead, KvType, RowStore};
+use kvsmith::internal::kv::{Budget, KvHead, KvType, RowCache, RowStore};
 use kvsmith::internal::method::a2ats::{A2ats, HeadCodebook};
 use kvsmith::internal::method::ctkvr::{Ctkvr, CtkvrParams};
 use kvsmith::internal::method::{Place, Prompt, Retriever, Step};
@@ -150,7 +149,7 @@ fn centring_the_keys_changes_no_attention() {
         let positions: Vec<u32> = (0..n as u32).collect();
         let attended = |keys: &Array2<f32>| {
             let store = |rows: &Array2<f32>| {
-                let mut store = RowStore::new(Float::F32, d, n);
+                let mut store = RowStore::<f32>::new(d, n);
                 store.extend(rows.view());
                 store
             };
@@ -177,7 +176,7 @@ fn what_half_precision_cannot_hold_saturates() {
     for scale in [1e-6, 1.0, 1e5, 1e9] {
         let (keys, values) = (random(scale), random(scale));
         let query = random(1.0).row(0).to_vec();
-        let mut kv = KvHead::new(KvType::TwoBit, d, n, Center::Median);
+        let mut kv = KvHead::new(KvType::TWO_BIT, d, n, Center::Median);
         kv.prompt(keys.view(), values.view(), &query, 0..n);
         let mut history = History {
             place: place(1, d, Budget::Count(2)),
@@ -248,7 +247,7 @@ fn golden_a2ats_budget_per_query_head() {
 
 fn golden_bits_of_the_two_bit_cache() {
     for (d, bits) in [(128, 896), (64, 448)] {
-        assert_eq!(8 * KvType::TwoBit.bytes_per_position(d), bits);
+        assert_eq!(8 * KvType::TWO_BIT.bytes_per_position(d), bits);
     }
 }
 

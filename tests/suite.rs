@@ -34,6 +34,7 @@ mod first_tries;
 mod format;
 mod gguf;
 mod golden;
+mod head_plan;
 mod hostile;
 mod json;
 mod kmeans;

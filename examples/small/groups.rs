@@ -94,9 +94,10 @@ fn of(rows: &[Measured], label: &str, key: &str) -> f64 {
 
 /// Returns a sentence that says whether the result `what` was reproduced.
 pub fn told(holds: bool, what: &str) -> String {
-    match holds {
-        true => format!("Reproduced: {what}."),
-        false => format!("Not reproduced: {what}."),
+    if holds {
+        format!("Reproduced: {what}.")
+    } else {
+        format!("Not reproduced: {what}.")
     }
 }
 

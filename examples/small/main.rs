@@ -77,9 +77,10 @@ impl Lab {
             .args(arguments.split_whitespace())
             .stderr(std::process::Stdio::inherit())
             .output()?;
-        match output.status.success() {
-            true => Ok(output.stdout),
-            false => Err(format!("failed: kvsmith {arguments}").into()),
+        if output.status.success() {
+            Ok(output.stdout)
+        } else {
+            Err(format!("failed: kvsmith {arguments}").into())
         }
     }
 

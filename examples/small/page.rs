@@ -46,13 +46,14 @@ fn tables(results: &BTreeMap<String, Value>) -> String {
         let columns = group.columns.len() + if named { 1 } else { 2 };
         let _ = writeln!(out, "|{}", "---|".repeat(columns));
         for row in &rows {
-            let label = match named {
-                true => row.case.to_string(),
-                false => format!(
+            let label = if named {
+                row.case.to_string()
+            } else {
+                format!(
                     "`{}` | {}%",
                     row.row["method"].as_str().unwrap_or(""),
                     100.0 * row.get("budget")
-                ),
+                )
             };
             let values: Vec<String> = group.columns.iter().map(|c| shown(c, row.get(c))).collect();
             let _ = writeln!(out, "| {label} | {} |", values.join(" | "));

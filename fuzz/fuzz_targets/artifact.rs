@@ -8,6 +8,7 @@ use kvsmith::internal::kv::packed::Center;
 use kvsmith::internal::kv::{Budget, KvType};
 use kvsmith::internal::method::declaration::Ask;
 use kvsmith::internal::method::params::MethodParams;
+use kvsmith::internal::method::plan::Plan;
 use kvsmith::internal::method::registry::METHODS;
 use kvsmith::internal::method::sections::SECTIONS;
 use kvsmith::internal::model::Decoder;
@@ -58,6 +59,7 @@ fuzz_target!(|data: &[u8]| {
             section.kind.table(&section.reports()),
         );
     }
+    let _ = Plan::of_artifact(&artifact);
     let config = &base.decoder.config;
     // Decoding takes as long as a hundred checks.
     if artifact.verify().is_err() || artifact.sizes != config.sizes() || how < 252 {

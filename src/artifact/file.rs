@@ -10,6 +10,7 @@ use serde::de::DeserializeOwned;
 use serde_json::json;
 
 use super::manifest::AGAIN;
+use super::manifest::FORMAT_WITH_PLAN;
 use super::section::{CONSTANT, check_finite, check_observed, part_specs};
 use super::{FORMAT, HeadReport, Manifest, Report, SectionKind, SectionManifest, parse, short};
 use crate::error::{Error, Result};
@@ -197,8 +198,9 @@ fn read_manifest(store: &Store) -> Result<Manifest> {
     let path = store.path().display();
     let manifest = store.manifest()?;
     store.check_canonical()?;
-    if manifest.get("format") != Some(&json!(FORMAT)) {
-        return Err(Error::damaged(format!("{path} is not an artifact of format {FORMAT}")).hint(AGAIN));
+    let expected = manifest.get("head_plan").map_or(FORMAT, |_| FORMAT_WITH_PLAN);
+    if manifest.get("format") != Some(&json!(expected)) {
+        return Err(Error::damaged(format!("{path} is not an artifact of format {expected}")).hint(AGAIN));
     }
     if !store.metadata().is_some_and(|text| seal_holds(text, &manifest)) {
         return Err(Error::damaged(format!(

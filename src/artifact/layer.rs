@@ -77,9 +77,12 @@ impl LayerStates<'_> {
     /// Reads the kept and the held-out keys of a range of KV heads, `[b,kept,d]` and `[b,n - kept,d]`, rotated to their
     /// own positions if `rotated` is set.
     pub fn split(&self, heads: Range<usize>, rotated: bool) -> Result<[Array3<f32>; 2]> {
-        self.divide(heads, |keys| match rotated {
-            true => self.rope.rotate_blocks(keys, self.block_start),
-            false => Ok(()),
+        self.divide(heads, |keys| {
+            if rotated {
+                self.rope.rotate_blocks(keys, self.block_start)
+            } else {
+                Ok(())
+            }
         })
     }
 

@@ -14,6 +14,8 @@ use crate::store;
 
 /// Version of the file format.
 pub const FORMAT: u64 = 1;
+/// Version of the format of files with a head plan, which earlier readers would not follow.
+pub const FORMAT_WITH_PLAN: u64 = 2;
 /// The hint for a file that this version does not read.
 pub(super) const AGAIN: &str =
     "recreate the file with `kvsmith calibrate ⟨model=DIR⟩ ⟨text=FILE⟩ ⟨output=ART.safetensors⟩`";
@@ -36,6 +38,9 @@ pub struct Manifest {
     /// The layers that the file has, if they are not all of them: a part, which `pack` joins with others.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub layers: Option<Range<usize>>,
+    /// How each KV head is to be served, if the file says so; [`Plan`](crate::method::plan::Plan) reads it.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub head_plan: Option<Value>,
     /// Sections by name.
     pub sections: BTreeMap<String, SectionManifest>,
     /// How good the sections are, and what methods lose with them.
@@ -78,6 +83,7 @@ impl Manifest {
             device: String::new(),
             origin,
             layers: None,
+            head_plan: None,
             sections: BTreeMap::new(),
             quality: Quality::default(),
         }
@@ -88,13 +94,16 @@ impl Manifest {
         store::text_digest(&json!(self.sections).to_string())
     }
 
-    /// Returns the text for the header, sealed with its digest; `device` is derived from the sections.
+    /// Returns the text for the header, sealed with its digest; `device` is derived from the sections, and `format` from whether
+    /// there is a head plan.
     pub fn seal(mut self) -> String {
+        self.format = self.head_plan.as_ref().map_or(FORMAT, |_| FORMAT_WITH_PLAN);
         let devices = self.sections.values().map(|s| s.device.as_str());
         let others: BTreeSet<&str> = devices.filter(|name| *name != "cpu").collect();
-        self.device = match others.is_empty() {
-            true => "cpu".to_string(),
-            false => others.into_iter().collect::<Vec<_>>().join("+"),
+        self.device = if others.is_empty() {
+            "cpu".to_string()
+        } else {
+            others.into_iter().collect::<Vec<_>>().join("+")
         };
         let mut value = json!(self);
         store::seal(&mut value);

@@ -17,8 +17,8 @@ pub use file::{Artifact, SectionView};
 pub use layer::LayerStates;
 pub use manifest::{FORMAT, Manifest, Quality, Report, SectionManifest, object, parse};
 pub use section::{
-    Facts, Fit, FitInput, FitText, HeadDone, LayerPart, LayerParts, MomentsRead, Section, SectionKind,
-    Sections,
+    Facts, Fit, FitInput, FitText, HeadDone, LayerPart, LayerParts, MomentsRead, Notable, Section,
+    SectionKind, Sections,
 };
 pub use table::{Column, HeadReport, share, table, worst_heads};
 pub use verdict::{

@@ -57,6 +57,9 @@ pub struct Facts {
     pub on_request: bool,
 }
 
+/// What some heads are, and their layers and KV heads.
+pub type Notable = (&'static str, Vec<(usize, usize)>);
+
 /// The declaration of a section: everything that commands and files need to know of it.
 pub trait SectionKind: Debug + Sync {
     /// The fixed facts.
@@ -67,9 +70,9 @@ pub trait SectionKind: Debug + Sync {
         ParameterSet::NONE
     }
 
-    /// Returns whether a calibration makes the section with these parameters.
-    fn is_wanted(&self, _values: &Map<String, Value>) -> bool {
-        true
+    /// Names the parameter whose null leaves the section out of a calibration, if there is one.
+    fn left_out_by(&self) -> Option<&'static str> {
+        None
     }
 
     /// Prepares the fit with these parameters, which are by name; absent ones have their defaults. Warns if the text is too
@@ -105,6 +108,15 @@ pub trait SectionKind: Debug + Sync {
         Ok(String::new())
     }
 
+    /// Lists heads that `inspect` names for another reason, by layer and KV head, and says what they are, if the section knows
+    /// of any kind.
+    ///
+    /// # Errors
+    /// A quality report that is not valid.
+    fn notable_heads(&self, _reports: &[HeadReport]) -> Result<Option<Notable>> {
+        Ok(None)
+    }
+
     /// Returns whether the section marks heads whose calibration keys are all equal, so that its method attends these
     /// heads in full.
     fn marks_constant_heads(&self) -> bool {
@@ -127,10 +139,7 @@ pub trait SectionKind: Debug + Sync {
 
     /// Chooses the device of the fit for a calibration on `device`.
     fn device<'a>(&self, device: &'a dyn Device) -> &'a dyn Device {
-        match self.facts().cpu_only {
-            true => &Cpu,
-            false => device,
-        }
+        if self.facts().cpu_only { &Cpu } else { device }
     }
 }
 

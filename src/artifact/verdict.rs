@@ -237,9 +237,10 @@ impl Verdict {
         let is_right = self.rows.iter().all(row)
             && self.limits.is_none_or(|of| loss(of.kl) && loss(of.points))
             && self.probe.as_ref().is_none_or(|of| share(of.full_accuracy));
-        match is_right {
-            true => Ok(()),
-            false => Err(Error::damaged("`quality.methods` contains an invalid value")),
+        if is_right {
+            Ok(())
+        } else {
+            Err(Error::damaged("`quality.methods` contains an invalid value"))
         }
     }
 

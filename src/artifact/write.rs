@@ -3,6 +3,8 @@
 use std::collections::BTreeMap;
 use std::ops::Range;
 
+use serde_json::Value;
+
 use super::{Artifact, Manifest, Section, SectionKind, SectionView, Verdict};
 use crate::corpus::Origin;
 use crate::disk::Output;
@@ -107,16 +109,18 @@ fn finish(
 }
 
 /// Merges section files that were made from the same model and the same calibration; joins those that have only a part of
-/// a section's layers.
+/// a section's layers. `head_plan` says how each KV head is to be served; without one, it is that of the first file that has
+/// one.
 ///
 /// # Errors
 /// Sections that differ in origin, layers that are missing or given twice, a damaged file.
-pub fn pack(output: Output, parts: &[Artifact]) -> Result<()> {
+pub fn pack(output: Output, parts: &[Artifact], head_plan: Option<Value>) -> Result<()> {
     let Some(first) = parts.first() else {
         return Err(Error::usage("no section file given"));
     };
     let mut manifest = Manifest::new(first.manifest.origin.clone());
     manifest.tool_version.clone_from(&first.manifest.tool_version);
+    manifest.head_plan = head_plan.or_else(|| parts.iter().find_map(|part| part.manifest.head_plan.clone()));
     let mut sections: BTreeMap<&str, Vec<SectionView>> = BTreeMap::new();
     for part in parts {
         part.verify()?;
@@ -156,12 +160,13 @@ fn check_layers(name: &str, parts: &[SectionView], n_layers: usize) -> Result<()
         let layers = &part.artifact.layers;
         if layers.start < next {
             let [a, b] = [&parts[i - 1], part].map(path);
-            let twice = match layers.len() == n_layers {
-                true => format!("section `{name}` is given twice: {a}, {b}"),
-                false => format!(
+            let twice = if layers.len() == n_layers {
+                format!("section `{name}` is given twice: {a}, {b}")
+            } else {
+                format!(
                     "layer {} of section `{name}` is given twice: {a}, {b}",
                     layers.start
-                ),
+                )
             };
             return Err(Error::invalid(twice).hint("give every layer of a section once"));
         }
@@ -181,9 +186,10 @@ fn check_layers(name: &str, parts: &[SectionView], n_layers: usize) -> Result<()
             );
         }
     }
-    match next < n_layers {
-        true => Err(missing(name, next..n_layers)),
-        false => Ok(()),
+    if next < n_layers {
+        Err(missing(name, next..n_layers))
+    } else {
+        Ok(())
     }
 }
 

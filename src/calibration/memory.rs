@@ -100,9 +100,10 @@ impl MemoryPlan {
         let query_rows = query_rows(fits);
         let float = size_of::<f32>();
         let (query, key) = (c.n_heads * c.head_dim * float, c.n_kv_heads * c.head_dim * float);
-        let value = match fits.iter().any(|fit| fit.kind().facts().reads_values) {
-            true => key,
-            false => 0,
+        let value = if fits.iter().any(|fit| fit.kind().facts().reads_values) {
+            key
+        } else {
+            0
         };
         let states = |rows: usize| {
             let queries = query_rows.partition_point(|row| *row < rows);

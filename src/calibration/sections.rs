@@ -36,7 +36,9 @@ impl SectionChoice {
             Some(named) => named.iter().any(|name| name == facts.name),
             None => !facts.on_request,
         };
-        is_asked && kind.is_wanted(&self.of(kind))
+        let values = self.of(kind);
+        let is_null = |name| values.get(name).is_some_and(Value::is_null);
+        is_asked && !kind.left_out_by().is_some_and(is_null)
     }
 
     /// Prepares the fit of every section that is wanted.
@@ -58,12 +60,17 @@ impl SectionChoice {
         let fits: Vec<Box<dyn Fit>> = wanted
             .map(|kind| kind.fit(self.of(*kind), input))
             .collect::<Result<_>>()?;
-        match fits.is_empty() {
-            true => Err(
-                Error::usage("⟨sections⟩ and ⟨wpq_bits=none⟩ leave no section to make")
-                    .hint("name another section with ⟨sections⟩, or omit ⟨wpq_bits=none⟩"),
-            ),
-            false => Ok(fits),
+        if fits.is_empty() {
+            let left_out = SECTIONS.iter().filter_map(|kind| kind.left_out_by());
+            let settings: Vec<String> = left_out.map(|name| format!("⟨{name}=none⟩")).collect();
+            let settings = settings.join(", ");
+            Err(
+                Error::usage(format!("⟨sections⟩ and {settings} leave no section to make")).hint(format!(
+                    "name another section with ⟨sections⟩, or omit {settings}"
+                )),
+            )
+        } else {
+            Ok(fits)
         }
     }
 

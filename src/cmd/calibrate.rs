@@ -19,6 +19,7 @@ use crate::compute::Workload;
 use crate::compute::device::Device;
 use crate::error::{Error, ErrorKind, Result};
 use crate::method::a2ats;
+use crate::method::sections::SECTIONS;
 use crate::model::ModelConfig;
 use crate::wording::{grouped, wrapped};
 
@@ -201,10 +202,15 @@ fn warn_of_unused(settings: &Settings, fits: &[Box<dyn Fit>], global: &Global) {
         let of_verdict = global.given.iter().filter(|flag| flag.starts_with("verdict-"));
         of_verdict.for_each(|flag| warn(flag, "with --no-verdict"));
     }
+    let leaves_out = SECTIONS.iter().filter_map(|kind| kind.left_out_by());
+    let leaves_out: Vec<String> = leaves_out.map(|name| name.replace('_', "-")).collect();
     for (section, flags) in section_flags() {
         if fits.iter().all(|fit| fit.kind().name() != section) {
             // What leaves the section out has an effect.
-            let unused = flags.iter().filter(given).filter(|flag| *flag != "wpq-bits");
+            let unused = flags
+                .iter()
+                .filter(given)
+                .filter(|flag| !leaves_out.contains(flag));
             unused.for_each(|flag| warn(flag, &format!("without section `{section}`")));
         }
     }

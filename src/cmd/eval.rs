@@ -19,11 +19,11 @@ use super::named::Named;
 use super::reading::Reading;
 use super::{device_for, merge, open_model, print, print_json};
 use crate::artifact::Artifact;
-use crate::calibration::verdict::ORACLE;
 use crate::error::{Error, Result};
 use crate::kv::Budget;
 use crate::method::Method;
-use crate::method::registry::{FULL, MethodName};
+use crate::method::plan::Plan;
+use crate::method::registry::{FULL, MethodName, oracle};
 use crate::method::sections::SECTIONS;
 use crate::model::Decoder;
 use crate::runner::DecodeOptions;
@@ -35,14 +35,12 @@ use rows::Measurements;
 
 /// Runs `eval`.
 pub fn run(args: &Args, global: &Global) -> Result<()> {
-    match args.named().next() {
-        Some(_) => eval(args, global),
-        None => {
-            let mut args = args.clone();
-            args.methods = usual_methods(args.reading.artifact())?;
-            eval(&args, global)
-        }
+    if args.named().next().is_some() || args.reading.has_plan() {
+        return eval(args, global);
     }
+    let mut args = args.clone();
+    args.methods = usual_methods(args.reading.artifact())?;
+    eval(&args, global)
 }
 
 /// Lists the methods that are measured if none is named.
@@ -52,7 +50,7 @@ fn usual_methods(artifact: Option<&PathBuf>) -> Result<Vec<Named>> {
             .hint("name some with --methods, such as topk,streaming, or give --artifact")
     })?;
     let artifact = Artifact::open(path, SECTIONS)?;
-    Ok(Named::calibrated(&artifact, &[ORACLE, FULL.as_str()]))
+    Ok(Named::calibrated(&artifact, &[oracle(), FULL]))
 }
 
 fn eval(args: &Args, global: &Global) -> Result<()> {
@@ -65,8 +63,12 @@ fn eval(args: &Args, global: &Global) -> Result<()> {
     let device = device_for(device, &model.decoder, global)?;
     let model = args.reading.rounded(model, device.as_ref())?;
     let decoder = &model.decoder;
-    let named: Vec<MethodName> = args.named().map(|named| named.method).collect();
-    args.reading.warn_of_unused(&named, global);
+    let head_plan = args
+        .reading
+        .head_plan((None, None), decoder.config.sizes(), None, global)?;
+    let planned = head_plan.iter().flat_map(Plan::methods);
+    let named: Vec<MethodName> = args.named().map(|named| named.method).chain(planned).collect();
+    args.reading.warn_of_unused(&named, head_plan.as_ref(), global);
     args.warn_of_unused(global);
     let artifacts = args.artifacts().map(|path| args.reading.open(path, decoder, log));
     let artifacts: Vec<Artifact> = artifacts.collect::<Result<_>>()?;
@@ -74,6 +76,9 @@ fn eval(args: &Args, global: &Global) -> Result<()> {
     let method = |entry: &Entry| {
         let Named { method, tail } = entry.named;
         let artifact = artifacts.get(entry.artifact);
+        if let Some(plan) = head_plan.as_ref().filter(|_| entry.is_plan) {
+            return args.reading.planned(plan, artifact, decoder, global);
+        }
         let own = args.reading.params();
         let params = entry
             .also
@@ -85,9 +90,13 @@ fn eval(args: &Args, global: &Global) -> Result<()> {
     let options = |artifact| {
         let whole = Budget::Fraction(1.0);
         let options = args.reading.options(whole, None, artifact, device.as_ref());
-        options.map(|options| DecodeOptions {
-            granule: args.granule(),
-            ..options
+        options.map(|options| {
+            let options = DecodeOptions {
+                granule: args.granule(),
+                ..options
+            };
+            let plan = head_plan.as_ref();
+            plan.map_or(options, |plan| Reading::following(plan, options))
         })
     };
     for other in artifacts.iter().skip(1) {
@@ -122,7 +131,7 @@ fn eval(args: &Args, global: &Global) -> Result<()> {
         let variants = budgets.iter().map(variant).collect();
         Ok(Evaluation::new(forward, variants, options))
     };
-    let plan = plan::rows(args, &entries, log, &mut |budgets, sample| {
+    let plan = plan::rows(args, &entries, head_plan.as_ref(), log, &mut |budgets, sample| {
         let mut evaluation = evaluation(budgets)?;
         material.sample(args, &mut evaluation, sample, log)?;
         let share = |variant: usize| {
@@ -160,6 +169,7 @@ fn eval(args: &Args, global: &Global) -> Result<()> {
         plan: &plan,
         evaluation: &evaluation,
         entries: &entries,
+        head_plan: head_plan.as_ref(),
         artifacts: &artifacts,
         intervals: intervals.as_ref(),
     };
@@ -168,6 +178,9 @@ fn eval(args: &Args, global: &Global) -> Result<()> {
         let mut out = json!({ "device": device.name(), "rows": rows, "differences": table.differences() });
         merge(&mut out, &found);
         merge(&mut out, &conditions(args, decoder, &artifacts, &options)?);
+        if let Some(plan) = &head_plan {
+            out["kv"] = json!(plan.kv());
+        }
         print_json(global, &out)?;
     } else {
         let asked = args.needles.as_ref().map(|_| args.question);
@@ -178,9 +191,10 @@ fn eval(args: &Args, global: &Global) -> Result<()> {
         let questions = asked.map(|feeding| (feeding, &evaluation.full));
         print(&table::text(&rows, questions, counted))?;
     }
-    match stopped {
-        true => Err(Error::interrupted()),
-        false => Ok(()),
+    if stopped {
+        Err(Error::interrupted())
+    } else {
+        Ok(())
     }
 }
 
@@ -196,7 +210,7 @@ fn conditions(
     Ok(json!({
         "fingerprint": decoder.checkpoint.fingerprint(&decoder.config)?,
         "artifacts": files.map(artifact).collect::<Vec<_>>(),
-        "kv": options.kv.as_str(),
+        "kv": options.kv,
         "weights": decoder.stored()?.name(),
         "sinks": options.sinks,
         "window": options.window,

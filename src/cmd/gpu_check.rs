@@ -52,9 +52,10 @@ pub fn run(args: &Args, global: &Global) -> Result<()> {
         Some(_) => stamp::remove(&found)?,
     }
     let seconds = start.elapsed().as_secs_f64();
-    match global.json {
-        true => print_json(global, &document(&report, &stamp, &path, seconds))?,
-        false => print(&table(&report, seconds))?,
+    if global.json {
+        print_json(global, &document(&report, &stamp, &path, seconds))?
+    } else {
+        print(&table(&report, seconds))?
     }
     match &report.failure {
         None => {

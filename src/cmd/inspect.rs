@@ -12,6 +12,7 @@ use crate::calibration::model_manifest;
 use crate::cmd::args::Global;
 use crate::cmd::terminal::columns;
 use crate::error::{Error, Result};
+use crate::method::plan::Plan;
 use crate::method::sections::SECTIONS;
 use crate::model::folder;
 use crate::wording::{counted, harmless, size, wrapped};
@@ -128,7 +129,7 @@ pub(super) fn document(
         })
     });
     let manifest = &artifact.manifest;
-    json!({
+    let mut document = json!({
         "model": manifest.origin.model,
         "calibration": manifest.origin.calibration,
         "precision": manifest.origin.precision,
@@ -139,7 +140,11 @@ pub(super) fn document(
         "verified": verified,
         "methods": manifest.quality.methods,
         "rows": rows.collect::<Vec<Value>>(),
-    })
+    });
+    if let Some(plan) = &manifest.head_plan {
+        document["head_plan"] = plan.clone();
+    }
+    document
 }
 
 /// Describes model, calibration and sections.
@@ -159,9 +164,10 @@ fn summary(artifact: &Artifact, args: &Args, is_brief: bool) -> Result<String> {
             Some(precision) => format!(" with --precision {precision}"),
         },
     );
-    out += &match out.chars().count() + 2 + made.chars().count() <= columns() {
-        true => format!(", {made}\n"),
-        false => format!("\n{}", paragraph("", &made)),
+    out += &if out.chars().count() + 2 + made.chars().count() <= columns() {
+        format!(", {made}\n")
+    } else {
+        format!("\n{}", paragraph("", &made))
     };
     out += &paragraph(
         "model",
@@ -176,9 +182,10 @@ fn summary(artifact: &Artifact, args: &Args, is_brief: bool) -> Result<String> {
             sizes.n_heads,
             sizes.n_kv_heads,
             sizes.head_dim,
-            match is_brief {
-                true => String::new(),
-                false => format!(
+            if is_brief {
+                String::new()
+            } else {
+                format!(
                     ", rope {}{}, fingerprint {}",
                     model.rope.scaling.name(),
                     match model.no_rope_layers.len() {
@@ -186,7 +193,7 @@ fn summary(artifact: &Artifact, args: &Args, is_brief: bool) -> Result<String> {
                         n => format!(" ({} without)", counted(n, "layer")),
                     },
                     short(&model.fingerprint)
-                ),
+                )
             }
         ),
     );
@@ -204,6 +211,9 @@ fn summary(artifact: &Artifact, args: &Args, is_brief: bool) -> Result<String> {
     let by_document = text.used_by_document().into_iter().filter(|_| !is_brief);
     for line in used.into_iter().chain(by_document) {
         out += &paragraph("", &line);
+    }
+    if let Some(plan) = Plan::of_artifact(artifact)? {
+        out += &paragraph("head plan", &plan.text());
     }
     if is_brief {
         let sections = artifact.sections();

@@ -28,12 +28,11 @@ pub fn run(args: &Args, global: &Global) -> Result<()> {
     let output = output::create(&args.output, &paths(&args.dumps), global)?;
     let dump = Dump::open(&args.dumps)?;
     let position = Position::Windowed(dump.options.wrope_position);
-    let moments = match dump.is_sharded() {
-        false => dump.moments()?,
-        true => {
-            let progress = global.log().progress(dump.sizes.n_layers as u64, "layers");
-            Moments::new(dump.sums(&progress)?, position, dump.origin)
-        }
+    let moments = if !dump.is_sharded() {
+        dump.moments()?
+    } else {
+        let progress = global.log().progress(dump.sizes.n_layers as u64, "layers");
+        Moments::new(dump.sums(&progress)?, position, dump.origin)
     };
     moments.write(output)?;
     finish(

@@ -63,9 +63,10 @@ fn print_document(command: &str, members: &Value) -> Result<()> {
     merge(&mut document, members);
     let mut text = String::new();
     for c in document.to_string().chars() {
-        match c.is_control() {
-            true => text += &format!("\\u{:04x}", u32::from(c)),
-            false => text.push(c),
+        if c.is_control() {
+            text += &format!("\\u{:04x}", u32::from(c))
+        } else {
+            text.push(c)
         }
     }
     print(&(text + "\n"))
@@ -76,9 +77,10 @@ fn print_document(command: &str, members: &Value) -> Result<()> {
 fn print(text: &str) -> Result<()> {
     use std::io::{IsTerminal, Write};
     let mut out = std::io::stdout().lock();
-    let text = match out.is_terminal() {
-        true => harmless(text),
-        false => text.into(),
+    let text = if out.is_terminal() {
+        harmless(text)
+    } else {
+        text.into()
     };
     out.write_all(text.as_bytes())
         .and_then(|()| out.flush())
@@ -230,8 +232,5 @@ fn check_wrope_position(given: Option<usize>, config: &ModelConfig, log: Log) {
 /// model.
 fn device_for(device: Box<dyn Device>, decoder: &Decoder, global: &Global) -> Result<Box<dyn Device>> {
     let can_run = global.machine(device.as_ref(), &global.log()).can_run(decoder)?;
-    Ok(match can_run {
-        true => device,
-        false => Box::new(Cpu),
-    })
+    Ok(if can_run { device } else { Box::new(Cpu) })
 }

@@ -52,14 +52,12 @@ pub fn check_folder(flag: &str, path: &Path, inputs: &[&Path]) -> Result<()> {
 pub fn check_outside(path: &Path, work: &Path) -> Result<()> {
     let folder = path.parent().filter(|folder| !folder.as_os_str().is_empty());
     let folder = folder.unwrap_or(Path::new("."));
-    match folder == work || is_same(folder, work) {
-        false => Ok(()),
-        true => {
-            let error = Error::usage(format!("{} is inside the --work folder", path.display()));
-            Err(error.hint(
-                "write the output elsewhere: --work is for temporary files, which a finished run removes",
-            ))
-        }
+    if !(folder == work || is_same(folder, work)) {
+        Ok(())
+    } else {
+        let error = Error::usage(format!("{} is inside the --work folder", path.display()));
+        Err(error
+            .hint("write the output elsewhere: --work is for temporary files, which a finished run removes"))
     }
 }
 
@@ -107,9 +105,10 @@ fn check(path: &Path, inputs: &[&Path], global: &Global) -> Result<()> {
         let error = Error::usage(format!("{shown} already exists and was not written by kvsmith"));
         return Err(error.hint("choose another name, or remove the file yourself"));
     }
-    match global.overwrite {
-        true => Ok(()),
-        false => Err(Error::usage(format!("{shown} already exists")).hint("add --overwrite to replace it")),
+    if global.overwrite {
+        Ok(())
+    } else {
+        Err(Error::usage(format!("{shown} already exists")).hint("add --overwrite to replace it"))
     }
 }
 

@@ -8,6 +8,7 @@ use super::{finish, open_model, output};
 use crate::artifact::{self, Artifact};
 use crate::calibration::model_manifest;
 use crate::cmd::args::{Global, model_folder};
+use crate::cmd::reading::read_plan;
 use crate::error::Result;
 use crate::method::sections::SECTIONS;
 
@@ -20,6 +21,10 @@ pub struct Args {
     /// The model from which the sections were made: checkpoint folder, GGUF file, or id in the Hugging Face cache
     #[arg(long, value_name = "DIR", value_parser = model_folder())]
     model: PathBuf,
+    /// How each KV head is to be served: a JSON file as of `run --head-plan`, which `run` then follows. Without it, the plan of
+    /// the first section file that has one
+    #[arg(long, value_name = "FILE.json")]
+    head_plan: Option<PathBuf>,
     /// Artifact file to write
     #[arg(short, long, value_name = "ART.safetensors")]
     output: PathBuf,
@@ -33,6 +38,7 @@ pub fn run(args: &Args, global: &Global) -> Result<()> {
         .sections
         .iter()
         .chain([&args.model])
+        .chain(&args.head_plan)
         .map(PathBuf::as_path)
         .collect();
     let output = output::create(&args.output, &inputs, global)?;
@@ -45,7 +51,9 @@ pub fn run(args: &Args, global: &Global) -> Result<()> {
     for part in &parts {
         part.check_model(&model.fingerprint, model.sizes)?;
     }
-    artifact::pack(output, &parts)?;
+    let plan = args.head_plan.as_ref().map(|path| read_plan(path, model.sizes));
+    let plan = plan.transpose()?.map(|plan| plan.json());
+    artifact::pack(output, &parts, plan)?;
     let sections = parts.iter().flat_map(Artifact::sections);
     let mut names: Vec<&str> = Vec::new();
     for section in sections {

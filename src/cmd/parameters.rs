@@ -1,5 +1,7 @@
 //! Flags for the parameters that methods and fits declare, and for the other values that have names.
 
+use std::ffi::OsStr;
+
 use clap::builder::{PossibleValue, PossibleValuesParser, TypedValueParser};
 use clap::error::ErrorKind;
 use clap::{Arg, ArgAction, ArgMatches, Args, Command, FromArgMatches};
@@ -7,6 +9,8 @@ use serde_json::{Map, Value};
 
 use super::terminal::with_flags;
 use crate::error::Error;
+use crate::kv::format::FORMATS;
+use crate::kv::{KvType, RowFormat};
 use crate::method::bench::{Bench, BenchParams};
 use crate::method::params::MethodParams;
 use crate::method::registry::{METHODS, MethodName, bench_params, benches};
@@ -65,6 +69,53 @@ fn named(words: &'static [Word]) -> PossibleValuesParser {
 /// Returns the parser of a value that has a name.
 pub fn choice<C: Choice + Send + Sync>() -> impl TypedValueParser<Value = C> {
     named(C::WORDS).try_map(|name| C::named(&name).ok_or("unknown name"))
+}
+
+/// The parser of the type of a cache: a format, or one each for keys and values. What it parses, `of` makes a value of.
+#[derive(Clone)]
+pub struct KvParser<T> {
+    names: PossibleValuesParser,
+    of: fn(&str) -> Option<T>,
+}
+
+/// Returns the parser of the type of a cache.
+pub fn kv_type() -> KvParser<KvType> {
+    kv_type_or([], KvType::named)
+}
+
+/// Returns the parser of the type of a cache or of one of `more` names, both of which `of` understands.
+pub fn kv_type_or<T>(
+    more: impl IntoIterator<Item = PossibleValue>,
+    of: fn(&str) -> Option<T>,
+) -> KvParser<T> {
+    let value = |format: &RowFormat| PossibleValue::new(format.as_str()).help(phrase(format.word().help));
+    let names = PossibleValuesParser::new(FORMATS.iter().map(value).chain(more));
+    KvParser { names, of }
+}
+
+impl<T: Clone + Send + Sync + 'static> TypedValueParser for KvParser<T> {
+    type Value = T;
+
+    fn parse_ref(&self, command: &Command, arg: Option<&Arg>, value: &OsStr) -> ParseResult<T> {
+        if let Some(parsed) = value.to_str().and_then(self.of) {
+            return Ok(parsed);
+        }
+        if let Some(text) = value.to_str().filter(|text| text.contains('=')) {
+            let names: Vec<&str> = FORMATS.iter().map(|format| format.as_str()).collect();
+            let wrong = format!(
+                "`{text}` does not name a type for keys and one for values, as in k=bf16,v=int8; the types are {}\n",
+                names.join(", ")
+            );
+            return Err(clap::Error::raw(ErrorKind::ValueValidation, wrong).with_cmd(command));
+        }
+        // No name either: this lists the names.
+        self.names.parse_ref(command, arg, value)?;
+        Err(clap::Error::new(ErrorKind::InvalidValue).with_cmd(command))
+    }
+
+    fn possible_values(&self) -> Option<Box<dyn Iterator<Item = PossibleValue> + '_>> {
+        self.names.possible_values()
+    }
 }
 
 /// Returns the parser of the name of a method.

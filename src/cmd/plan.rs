@@ -65,19 +65,18 @@ fn plan(settings: &Settings, probe: bool, shards: Option<&ShardFlags>, global: &
             "the forward pass of the model is timed on the CPU, although calibration runs it on the device",
         );
     }
-    let times = match probe {
-        true => {
-            log.note("measuring this machine twice: one layer of the model's shape, and a small calibration");
-            let mut silent = global.clone();
-            silent.silent = true;
-            let device = silent.open_device(Workload::Model)?;
-            let machine = Machine {
-                precision: global.precision,
-                ..Machine::of(device.as_ref(), &Silent)
-            };
-            Some([estimate.measure(machine)?, estimate.measure(machine)?])
-        }
-        false => None,
+    let times = if probe {
+        log.note("measuring this machine twice: one layer of the model's shape, and a small calibration");
+        let mut silent = global.clone();
+        silent.silent = true;
+        let device = silent.open_device(Workload::Model)?;
+        let machine = Machine {
+            precision: global.precision,
+            ..Machine::of(device.as_ref(), &Silent)
+        };
+        Some([estimate.measure(machine)?, estimate.measure(machine)?])
+    } else {
+        None
     };
     let range = times.as_ref().map(|both| {
         let [a, b] = both.each_ref().map(|times| times.stages.total());
@@ -204,18 +203,19 @@ const UNSTEADY: f64 = 2.0;
 /// Writes the times of two measurements.
 fn range_text([low, high]: [f64; 2]) -> String {
     let times = [low, high].map(duration);
-    match high / low.max(f64::MIN_POSITIVE) < UNSTEADY {
-        true => format!(
+    if high / low.max(f64::MIN_POSITIVE) < UNSTEADY {
+        format!(
             "{} (a second measurement was {:.0}% slower)",
             times[0],
             100.0 * (high / low.max(f64::MIN_POSITIVE) - 1.0)
-        ),
-        false => format!(
+        )
+    } else {
+        format!(
             "{} to {}: two measurements of this machine differ by a factor of\n           {:.1}, so the times are uncertain; the faster one is listed below",
             times[0],
             times[1],
             high / low.max(f64::MIN_POSITIVE)
-        ),
+        )
     }
 }
 

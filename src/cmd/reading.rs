@@ -2,39 +2,61 @@
 
 use std::path::{Path, PathBuf};
 
+use clap::builder::PossibleValue;
+use serde_json::{Map, Value};
+
 use super::args::Global;
 use super::named::Named;
-use super::parameters::{MethodFlags, flags_of_methods};
+use super::parameters::{KvParser, MethodFlags, flags_of_methods, kv_type_or};
 use crate::artifact::Artifact;
 use crate::cmd::flags::{WeightsFlag, parse_count, parse_positive_count};
 use crate::cmd::terminal::Log;
 use crate::compute::device::Device;
 use crate::error::{Error, Result};
+use crate::kv::format::FORMATS;
 use crate::kv::static_set::{SINKS, WINDOW};
 use crate::kv::{Budget, KvType};
 use crate::machine::{Machine, RowsIn};
 use crate::method::declaration::Ask;
 use crate::method::params::MethodParams;
+use crate::method::plan::{FORM, Plan};
 use crate::method::registry::MethodName;
 use crate::method::sections::SECTIONS;
 use crate::method::{CPU_GRANULE, Method};
-use crate::model::{Decoder, Model};
+use crate::model::{Decoder, Model, Sizes};
 use crate::runner::DecodeOptions;
 
+/// What results name in place of a method if KV heads have methods of their own.
+pub(super) const PLANNED: &str = "plan";
+
+/// What `--kv` names for caches in the machine's memory.
+const HOST: &str = "host";
+
 /// Where and how keys and values are held.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, clap::ValueEnum)]
-enum Kv {
-    /// 32-bit floats.
-    F32,
-    /// 16-bit floats (IEEE half precision).
-    F16,
-    /// 16-bit floats (bfloat16).
-    Bf16,
-    /// Signs, 2-bit magnitudes and 2-bit values, and up to 64 positions in f16 (Self-Indexing KVCache).
-    #[value(name = "2bit")]
-    TwoBit,
-    /// With CUDA: bfloat16 in the machine's memory, for contexts that do not fit in GPU memory.
-    Host,
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+struct Kv {
+    kind: KvType,
+    rows: RowsIn,
+}
+
+impl Kv {
+    /// Parses `--kv`; `None` for other text.
+    fn named(text: &str) -> Option<Self> {
+        if text == HOST {
+            return Some(Self {
+                kind: KvType::BF16,
+                rows: RowsIn::Host,
+            });
+        }
+        let rows = RowsIn::Device;
+        KvType::named(text).map(|kind| Self { kind, rows })
+    }
+
+    /// Returns the parser of `--kv`.
+    fn parser() -> KvParser<Self> {
+        let help = "With CUDA: bfloat16 in the machine's memory, for contexts that do not fit in GPU memory";
+        kv_type_or([PossibleValue::new(HOST).help(help)], Self::named)
+    }
 }
 
 /// The options of methods and caches that `run` and `eval` share.
@@ -51,10 +73,14 @@ pub(super) struct Reading {
     /// Number of last positions that every step reads, including the current one
     #[arg(long, value_name = "N", default_value_t = WINDOW, value_parser = parse_positive_count)]
     window: usize,
-    /// Element type of the KV cache (default: bf16 on CUDA, and where `run` follows a recommendation, which was measured
-    /// with bf16; otherwise f32)
-    #[arg(long, value_enum)]
+    /// Type of the KV cache, or k=TYPE,v=TYPE for keys and values apart (default: bf16 on CUDA, and where `run` follows a
+    /// recommendation, which was measured with bf16; otherwise f32)
+    #[arg(long, value_name = "TYPE", value_parser = Kv::parser())]
     kv: Option<Kv>,
+    /// How each KV head is served: a JSON file with a method, a budget and row formats per layer and KV head. --method,
+    /// --budget, --kv, --sinks and --window come before it, for all KV heads
+    #[arg(long, value_name = "FILE.json")]
+    head_plan: Option<PathBuf>,
     /// Round the weights to 8 or 4 bits when the model is opened, without any calibration of the rounding (default: as the
     /// checkpoint stores them). Embeddings keep their type. It runs on the CPU
     #[arg(long, value_enum)]
@@ -113,12 +139,97 @@ impl Reading {
         })
     }
 
+    /// Returns whether there is a head plan.
+    pub(super) fn has_plan(&self) -> bool {
+        self.head_plan.is_some()
+    }
+
+    /// Reads the head plan, if one is given, and puts what the flags say for all KV heads in its place. Without one, it is that
+    /// of the artifact if `follows` and there is one.
+    ///
+    /// # Errors
+    /// A file that is no head plan, or that of a model of other sizes.
+    pub(super) fn head_plan(
+        &self,
+        (method, budget): (Option<Named>, Option<Budget>),
+        sizes: Sizes,
+        follows: Option<&Artifact>,
+        global: &Global,
+    ) -> Result<Option<Plan>> {
+        let plan = match (&self.head_plan, follows) {
+            (Some(path), _) => Some(read_plan(path, sizes)?),
+            (None, Some(artifact)) => Plan::of_artifact(artifact)?,
+            (None, None) => None,
+        };
+        let Some(mut plan) = plan else {
+            return Ok(None);
+        };
+        let is_given = |flag: &str| global.given.iter().any(|given| given == flag);
+        if is_given("sinks") {
+            plan.sinks = self.sinks;
+        }
+        if is_given("window") {
+            plan.window = self.window;
+        }
+        for head in plan.heads_mut() {
+            if let Some(method) = method {
+                (head.method, head.params) = (method, Map::new());
+            }
+            head.method.tail |= self.tail;
+            head.budget = budget.unwrap_or(head.budget);
+            head.kv = self.kv.map_or(head.kv, |kv| kv.kind);
+        }
+        Ok(Some(plan))
+    }
+
+    /// Prepares the methods of a head plan; warns of heads that their methods do not serve.
+    pub(super) fn planned(
+        &self,
+        plan: &Plan,
+        artifact: Option<&Artifact>,
+        decoder: &Decoder,
+        global: &Global,
+    ) -> Result<Box<dyn Method>> {
+        let method = plan
+            .clone()
+            .prepare(&self.ask(self.params(), artifact, decoder, global))?;
+        for text in in_full(method.as_ref()) {
+            global.log().warn(&text);
+        }
+        Ok(method)
+    }
+
+    /// Returns the options with the static set of a head plan, and with its budget and its formats if all KV heads have the same.
+    pub(super) fn following(plan: &Plan, options: DecodeOptions) -> DecodeOptions {
+        DecodeOptions {
+            sinks: plan.sinks,
+            window: plan.window,
+            budget: plan.budget().unwrap_or(options.budget),
+            kv: plan.kv().unwrap_or(options.kv),
+            ..options
+        }
+    }
+
+    /// Returns what methods are prepared from.
+    fn ask<'a>(
+        &self,
+        params: &'a MethodParams,
+        artifact: Option<&'a Artifact>,
+        decoder: &'a Decoder,
+        global: &Global,
+    ) -> Ask<'a> {
+        Ask {
+            artifact,
+            ropes: &decoder.ropes,
+            sizes: decoder.config.sizes(),
+            params,
+            seed: global.seed,
+        }
+    }
+
     /// Returns which memory holds the cached rows of a model that is on a GPU.
     pub(super) fn rows(&self) -> RowsIn {
-        match self.kv {
-            Some(Kv::Host) => RowsIn::Host,
-            _ => RowsIn::Device,
-        }
+        self.kv.map_or(RowsIn::Device, |kv| kv.rows)
     }
 
     /// Returns the device with the memory that holds the cached rows.
@@ -146,6 +257,11 @@ impl Reading {
         self.weights.map(|weights| weights.quant().name())
     }
 
+    /// Lists the files that are read: the artifact and the head plan, if they are given.
+    pub(super) fn files(&self) -> impl Iterator<Item = &PathBuf> {
+        self.artifact.iter().chain(&self.head_plan)
+    }
+
     /// Returns the artifact's file, if one is given.
     pub(super) fn artifact(&self) -> Option<&PathBuf> {
         self.artifact.as_ref()
@@ -163,11 +279,8 @@ impl Reading {
     /// Chooses the type of the cache.
     pub(super) fn kv_type(&self, usual: Option<KvType>, device: &dyn Device) -> KvType {
         match self.kv {
-            Some(Kv::F32) => KvType::F32,
-            Some(Kv::F16) => KvType::F16,
-            Some(Kv::Bf16 | Kv::Host) => KvType::Bf16,
-            Some(Kv::TwoBit) => KvType::TwoBit,
-            None if device.cuda().is_some() => KvType::Bf16,
+            Some(kv) => kv.kind,
+            None if device.cuda().is_some() => KvType::BF16,
             None => usual.unwrap_or(KvType::F32),
         }
     }
@@ -179,8 +292,11 @@ impl Reading {
 
     /// Warns of flags that have no effect: those of methods that do not run or of caches that are not used, and --force
     /// without an artifact.
-    pub(super) fn warn_of_unused(&self, methods: &[MethodName], global: &Global) {
-        warn_of_methods(methods, self.kv == Some(Kv::TwoBit), global);
+    pub(super) fn warn_of_unused(&self, methods: &[MethodName], plan: Option<&Plan>, global: &Global) {
+        let own = self.kv.map(|kv| kv.kind);
+        let planned = plan.into_iter().flat_map(Plan::heads).map(|(_, _, head)| head.kv);
+        let mut formats = own.into_iter().chain(planned).flat_map(|kv| [kv.keys, kv.values]);
+        warn_of_methods(methods, formats.any(|format| format.has_signs()), global);
         if self.force && self.artifact.is_none() {
             global.log().warn("--force has no effect without --artifact");
         }
@@ -213,9 +329,10 @@ impl Reading {
                 _ => ("were", "lose"),
             };
             // Nothing can be calibrated beyond the model's context.
-            let advice = match calibrated < context {
-                true => format!("; calibrate with --seq-len {} or more", positions.min(context)),
-                false => String::new(),
+            let advice = if calibrated < context {
+                format!("; calibrate with --seq-len {} or more", positions.min(context))
+            } else {
+                String::new()
             };
             log.warn(&format!(
                 "{} {was} calibrated on blocks of at most {calibrated} tokens and {loses} more at {positions} tokens{advice}",
@@ -235,13 +352,7 @@ impl Reading {
         decoder: &Decoder,
         global: &Global,
     ) -> Result<Box<dyn Method>> {
-        let ask = Ask {
-            artifact,
-            ropes: &decoder.ropes,
-            sizes: decoder.config.sizes(),
-            params,
-            seed: global.seed,
-        };
+        let ask = self.ask(params, artifact, decoder, global);
         let method = Named { method: name, tail }.prepare(&ask)?;
         for text in in_full(method.as_ref()) {
             global.log().warn(&format!("{}: {text}", name.as_str()));
@@ -250,16 +361,36 @@ impl Reading {
     }
 }
 
-/// Warns of flags of methods that are not among `methods`; some of those of selfindex apply to 2-bit caches too, and one
-/// to these alone.
+/// Reads a head plan from a file of JSON.
+///
+/// # Errors
+/// A file that is no head plan, or that of a model of other sizes.
+pub(in crate::internal::cmd) fn read_plan(path: &Path, sizes: Sizes) -> Result<Plan> {
+    let bytes = std::fs::read(path).map_err(|e| Error::io(path, "read", &e))?;
+    let read = || {
+        let wrong = |e| Error::invalid(format!("not valid JSON: {e}")).hint(FORM);
+        let mut document: Value = serde_json::from_slice(&bytes).map_err(wrong)?;
+        let value = document.get_mut("head_plan").map(Value::take);
+        let missing = || Error::invalid("there is no key `head_plan`").hint(FORM);
+        let plan = Plan::read(value.ok_or_else(missing)?)?;
+        plan.check_sizes(sizes)?;
+        Ok(plan)
+    };
+    read().map_err(|e: Error| e.context(path.display()))
+}
+
+/// Warns of flags of methods that are not among `methods`; some apply to caches whose keys have signs too, and some to these
+/// alone.
 pub(in crate::internal::cmd) fn warn_of_methods(methods: &[MethodName], packed: bool, global: &Global) {
+    let signed = FORMATS.iter().filter(|format| format.has_signs());
+    let signed = listed(&signed.map(|format| format.as_str()).collect::<Vec<_>>());
     for (method, flags) in flags_of_methods() {
         let runs = methods.iter().any(|own| own.as_str() == method);
         for flag in flags.iter().filter(|flag| global.given.contains(flag)) {
-            let (acts, place) = match &flag[..] {
-                "plain-keys" => (packed, "--kv 2bit only".to_owned()),
-                "center" | "sign-full" => (runs || packed, format!("method {method} and --kv 2bit only")),
-                _ => (runs, format!("method {method} only")),
+            let (acts, place) = match MethodParams::of_caches(&flag.replace('-', "_")) {
+                Some(false) => (packed, format!("--kv {signed} only")),
+                Some(true) => (runs || packed, format!("method {method} and --kv {signed} only")),
+                None => (runs, format!("method {method} only")),
             };
             if !acts {
                 let warning = format!("--{flag} has no effect here: it applies to {place}");

@@ -79,13 +79,14 @@ fn check_name(path: &Path) -> Result<()> {
     let Some(ending) = path.extension().and_then(|ending| ending.to_str()) else {
         return Ok(());
     };
-    match ["html", "htm"].contains(&ending.to_ascii_lowercase().as_str()) {
-        true => Ok(()),
-        false => Err(Error::usage(format!(
+    if ["html", "htm"].contains(&ending.to_ascii_lowercase().as_str()) {
+        Ok(())
+    } else {
+        Err(Error::usage(format!(
             "a report is an HTML page, but {} ends in .{ending}",
             path.display()
         ))
-        .hint("give a name that ends in .html; a browser prints the page as PDF")),
+        .hint("give a name that ends in .html; a browser prints the page as PDF"))
     }
 }
 

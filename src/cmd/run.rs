@@ -18,10 +18,11 @@ use std::path::PathBuf;
 pub use self::args::Args;
 use super::args::Global;
 use super::{device_for, open_model};
-use crate::artifact::Artifact;
+use crate::artifact::{Artifact, Verdict};
 use crate::cmd::terminal::Log;
 use crate::error::{Error, Result};
 use crate::kv::{Budget, KvType};
+use crate::method::plan::Plan;
 use crate::method::registry::{FULL, MethodName};
 use crate::model::Model;
 use batch::{Batch, Prompts};
@@ -61,23 +62,40 @@ pub fn run(args: &Args, global: &Global) -> Result<()> {
     let source = match source {
         Prompted::Turns(turns) if !args.compare.is_empty() => {
             let methods: Vec<MethodName> = args.compare.iter().map(|named| named.method).collect();
-            args.reading.warn_of_unused(&methods, global);
+            args.reading.warn_of_unused(&methods, None, global);
             return Comparison(&opened).run(turns);
         }
         source => source,
     };
+    // The plan of the artifact is a recommendation, which flags that choose replace.
+    let follows = args.method.is_none() && args.budget.is_none() && args.prefer == Prefer::Bytes;
+    let plan = args.reading.head_plan(
+        (args.method, args.budget),
+        decoder.config.sizes(),
+        artifact.as_ref().filter(|_| follows),
+        global,
+    )?;
+    if let Some(plan) = plan.as_ref().filter(|_| !args.reading.has_plan()) {
+        log.note(&format!(
+            "head plan of the artifact: {}; use --method and --budget to choose otherwise",
+            plan.text()
+        ));
+    }
     let ask = Ask {
+        plan: plan.as_ref(),
         artifact: artifact.as_ref(),
         decoder,
         device: device.as_ref(),
     };
     let choice = Choice::of(args, &ask, source.longest(args), global)?;
-    args.reading.warn_of_unused(&[choice.method], global);
-    if choice.method == FULL && args.budget.is_some() {
+    args.reading
+        .warn_of_unused(&choice.methods(), plan.as_ref(), global);
+    if choice.methods() == [FULL] && args.budget.is_some() {
         log.warn("--budget has no effect here: full attention reads everything");
     }
     let (method, options) = opened.prepare(choice)?;
-    note_of_doubts(args, artifact.as_ref(), options.kv, log);
+    let kv = choice.plan.map_or(Some(options.kv), Plan::kv);
+    note_of_doubts(args, artifact.as_ref(), kv, log);
     let ready = Ready {
         opened: &opened,
         method: method.as_ref(),
@@ -134,7 +152,7 @@ impl<'a> Prompted<'a> {
 const FEW_POSITIONS: usize = 100;
 
 /// Notes settings that are perhaps not what was meant.
-fn note_of_doubts(args: &Args, artifact: Option<&Artifact>, kv: KvType, log: Log) {
+fn note_of_doubts(args: &Args, artifact: Option<&Artifact>, kv: Option<KvType>, log: Log) {
     if let Some(Budget::Count(n)) = args.budget
         && n < FEW_POSITIONS
     {
@@ -143,12 +161,12 @@ fn note_of_doubts(args: &Args, artifact: Option<&Artifact>, kv: KvType, log: Log
         ));
     }
     let verdict = artifact.and_then(|artifact| artifact.manifest.quality.methods.as_ref());
-    if let Some(verdict) = verdict.filter(|verdict| kv.float().is_none() && verdict.kv != kv.as_str()) {
+    let other =
+        |verdict: &&Verdict| kv.is_some_and(|kv| kv.float().is_none() && verdict.kv != kv.to_string());
+    if let (Some(verdict), Some(kv)) = (verdict.filter(other), kv) {
         log.note(&format!(
-            "the losses in the artifact were measured with a {} cache, not with a {} one; `kvsmith eval --kv {}` measures it",
-            verdict.kv,
-            kv.as_str(),
-            kv.as_str()
+            "the losses in the artifact were measured with a {} cache, not with a {kv} one; `kvsmith eval --kv {kv}` measures it",
+            verdict.kv
         ));
     }
 }

@@ -203,9 +203,10 @@ impl SectionCommand {
     /// Fits the section to all layers, or to those of a task.
     fn fit(&self, global: &Global, share: Option<(&LayerShare, &mut Task)>) -> Result<()> {
         let facts = self.kind.facts();
-        let device: Box<dyn Device> = match facts.cpu_only {
-            true => global.cpu_only(facts.command).map(|()| Box::new(Cpu))?,
-            false => global.open_device(Workload::Fits)?,
+        let device: Box<dyn Device> = if facts.cpu_only {
+            global.cpu_only(facts.command).map(|()| Box::new(Cpu))?
+        } else {
+            global.open_device(Workload::Fits)?
         };
         let (dump, log) = (Dump::open(&self.dump)?, global.log());
         let settings = DumpSettings {

@@ -27,9 +27,10 @@ pub struct Args {
 /// Runs `status`.
 pub fn run(args: &Args, global: &Global) -> Result<()> {
     let status = Status::of(Found::below(&args.dir)?);
-    match global.json {
-        true => print_json(global, &status.json()),
-        false => print(&harmless(&status.text())),
+    if global.json {
+        print_json(global, &status.json())
+    } else {
+        print(&harmless(&status.text()))
     }
 }
 

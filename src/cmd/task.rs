@@ -122,10 +122,11 @@ impl Task {
             State::Failed
         };
         self.note.error = outcome.as_ref().err().map(ToString::to_string);
-        match began || outcome.is_err() {
-            true => write(&self.path, &mut self.note, self.start),
+        if began || outcome.is_err() {
+            write(&self.path, &mut self.note, self.start)
+        } else {
             // A task that was killed after it had finished may have left its note half written.
-            false => disk::remove_abandoned(disk::folder_of(&self.path)),
+            disk::remove_abandoned(disk::folder_of(&self.path))
         }
         outcome
     }

@@ -35,9 +35,10 @@ pub fn with_flags(text: &str) -> Cow<'_, str> {
 fn shown(text: &str) -> String {
     let text = with_flags(text);
     let text = harmless(&text);
-    match std::io::stderr().is_terminal() {
-        true => wrapped(&text, columns()),
-        false => text.into_owned(),
+    if std::io::stderr().is_terminal() {
+        wrapped(&text, columns())
+    } else {
+        text.into_owned()
     }
 }
 

@@ -173,15 +173,16 @@ pub fn summary(verdict: &Verdict) -> Option<String> {
         of.budget,
         100.0 * row.bytes_read_fraction,
     );
-    let mut text = match verdict.within(verdict.limit()).is_some() {
-        true => format!(
+    let mut text = if verdict.within(verdict.limit()).is_some() {
+        format!(
             "recommended: {setting}: the smallest share measured that stays within {}",
             limits(verdict)
-        ),
-        false => format!(
+        )
+    } else {
+        format!(
             "nothing measured stays within {}; `run` uses the smallest KL: {setting}",
             limits(verdict)
-        ),
+        )
     };
     for line in cautions(verdict) {
         text += &format!("\n  {line}");
@@ -233,9 +234,10 @@ pub(super) fn cautions(verdict: &Verdict) -> Vec<String> {
             .filter(|length| *length != limited.length)
             .map(|length| length.to_string())
             .collect();
-        let means = match others.is_empty() {
-            true => String::new(),
-            false => format!("; means alone at {}", others.join(", ")),
+        let means = if others.is_empty() {
+            String::new()
+        } else {
+            format!("; means alone at {}", others.join(", "))
         };
         out.push(format!(
             "limits checked on texts of {} tokens{means}",

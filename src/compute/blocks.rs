@@ -159,9 +159,10 @@ mod x86 {
                 // SAFETY: a panel has VECTORS vectors of columns, on the line of a cache.
                 unsafe {
                     let to = to.as_mut_ptr().add(16 * v);
-                    let sum = match add {
-                        true => _mm512_add_ps(_mm512_load_ps(to), *sum),
-                        false => *sum,
+                    let sum = if add {
+                        _mm512_add_ps(_mm512_load_ps(to), *sum)
+                    } else {
+                        *sum
                     };
                     _mm512_store_ps(to, sum);
                 }

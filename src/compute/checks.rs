@@ -116,9 +116,10 @@ fn subtract(points: &mut dyn Points, x: &Array3<f32>) -> Result<Comparison> {
     let mut all = Comparison::default();
     for ((head, i, j), found) in found.indexed_iter() {
         let x = x[[head, i, j]];
-        let expected = match part.contains(&i) {
-            true => x - centers[[head, j]],
-            false => x,
+        let expected = if part.contains(&i) {
+            x - centers[[head, j]]
+        } else {
+            x
         };
         all.equal(&found.to_bits(), &expected.to_bits(), || {
             format!("bits of row {i}, channel {j} of head {head}, centered")

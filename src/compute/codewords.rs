@@ -34,9 +34,10 @@ impl Codewords {
         let (size, d) = codewords.dim();
         assert!(size > 0 && d > 0, "a codebook {size} x {d} is empty");
         let is_half = |x: &f32| x.is_finite() && f16::from_f32(*x).to_f32().to_bits() == x.to_bits();
-        let lines = match codewords.iter().all(is_half) {
-            true => CodewordPanels::Half(pack(codewords, f16::ZERO, f16::from_f32)),
-            false => CodewordPanels::Single(pack(codewords, 0.0, |x| x)),
+        let lines = if codewords.iter().all(is_half) {
+            CodewordPanels::Half(pack(codewords, f16::ZERO, f16::from_f32))
+        } else {
+            CodewordPanels::Single(pack(codewords, 0.0, |x| x))
         };
         Self { size, d, lines }
     }

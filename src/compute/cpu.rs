@@ -73,9 +73,10 @@ impl Device for Cpu {
     }
 
     fn points(&self, x: Array3<f32>) -> Result<Box<dyn Points + '_>> {
-        let x = match x.is_standard_layout() {
-            true => x,
-            false => x.as_standard_layout().into_owned(),
+        let x = if x.is_standard_layout() {
+            x
+        } else {
+            x.as_standard_layout().into_owned()
         };
         let heads = (0..x.len_of(Axis(0))).map(|_| CpuClusters::default()).collect();
         Ok(Box::new(CpuPoints { x, heads }))

@@ -24,9 +24,10 @@ impl Wheel {
     /// Returns the row that a uniform number in [0,1) selects.
     fn row(&self, u: f64) -> u32 {
         let last = self.sums.len() - 1;
-        let row = match self.even {
-            true => (u * self.sums.len() as f64) as usize,
-            false => self.sums.partition_point(|sum| *sum <= u * self.sums[last]),
+        let row = if self.even {
+            (u * self.sums.len() as f64) as usize
+        } else {
+            self.sums.partition_point(|sum| *sum <= u * self.sums[last])
         };
         row.min(last) as u32
     }

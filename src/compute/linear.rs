@@ -60,9 +60,10 @@ impl Linear {
             forward_few(x, vec![(self, out)]);
             return;
         }
-        let packed = match self.in_pairs() {
-            true => PackedInputs::new(pairs_of(x).view(), PACKED.take()),
-            false => PackedInputs::new(x, PACKED.take()),
+        let packed = if self.in_pairs() {
+            PackedInputs::new(pairs_of(x).view(), PACKED.take())
+        } else {
+            PackedInputs::new(x, PACKED.take())
         };
         let channels = out.ncols();
         let count = channels.div_ceil(CHANNELS).max(1);
@@ -119,9 +120,10 @@ impl Linear {
                             .copy_from_slice(self.weight.part(channel, 2 * terms.start..2 * terms.end)),
                     }
                 }
-                let next = match tile + TILE < n {
-                    true => (tile + TILE..n.min(tile + 2 * TILE), terms.clone()),
-                    false => (0..n.min(TILE), terms.end..k.min(terms.end + SIDE)),
+                let next = if tile + TILE < n {
+                    (tile + TILE..n.min(tile + 2 * TILE), terms.clone())
+                } else {
+                    (0..n.min(TILE), terms.end..k.min(terms.end + SIDE))
                 };
                 for channel in next.0 {
                     prefetch(
@@ -206,11 +208,12 @@ struct FewRows {
 /// # Numerics
 /// As [`Linear::forward`].
 pub fn forward_all(x: ArrayView2<f32>, outputs: Vec<(&Linear, ArrayViewMut2<f32>)>) {
-    match x.nrows() <= FEW {
-        true => forward_few(x, outputs),
-        false => outputs
+    if x.nrows() <= FEW {
+        forward_few(x, outputs)
+    } else {
+        outputs
             .into_iter()
-            .for_each(|(linear, out)| linear.forward(x, out)),
+            .for_each(|(linear, out)| linear.forward(x, out))
     }
 }
 
@@ -223,12 +226,13 @@ fn forward_few(x: ArrayView2<f32>, outputs: Vec<(&Linear, ArrayViewMut2<f32>)>) 
         .into_iter()
         .map(|row| InputRow::new(row.to_vec(), for_bf16));
     let inputs: Vec<InputRow> = inputs.collect();
-    let rounded = match is_any(|weight| matches!(weight.stored(), Stored::Quant(_))) {
-        true => inputs
+    let rounded = if is_any(|weight| matches!(weight.stored(), Stored::Quant(_))) {
+        inputs
             .iter()
             .map(|input| RoundedRow::new(input.values()))
-            .collect(),
-        false => Vec::new(),
+            .collect()
+    } else {
+        Vec::new()
     };
     let rows = FewRows { inputs, rounded };
     let parts = outputs.into_iter().flat_map(|(linear, out)| {

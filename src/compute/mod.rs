@@ -132,9 +132,10 @@ fn open_cuda(workload: Workload, tell: &dyn Fn(&str)) -> Result<Box<dyn device::
         Workload::Fits => cuda::Cuda::open()?,
         Workload::Model => cuda::Cuda::open_for_models(tell)?,
     };
-    tell(match cuda::kernels::are_built_in() {
-        true => "device: the CUDA kernels are built in",
-        false => "device: the CUDA kernels were compiled at startup with NVRTC",
+    tell(if cuda::kernels::are_built_in() {
+        "device: the CUDA kernels are built in"
+    } else {
+        "device: the CUDA kernels were compiled at startup with NVRTC"
     });
     Ok(Box::new(cuda))
 }

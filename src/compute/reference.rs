@@ -208,10 +208,7 @@ pub fn draw(x: ArrayView2<f32>, distances: &[f32], batch: usize, uniforms: &[f64
         let now = drawn.iter().map(away).fold(stale, f64::min);
         let kept = uniforms[used] * stale < now;
         used += 1;
-        match kept {
-            true => drawn.push(i as u32),
-            false => rejected += 1,
-        }
+        if kept { drawn.push(i as u32) } else { rejected += 1 }
     }
     (drawn, used)
 }

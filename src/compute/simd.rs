@@ -136,9 +136,10 @@ pub fn axpy_f64(a: f64, x: &[f32], y: &mut [f64]) {
 /// negative infinity.
 #[multiversion(targets("x86_64+avx512f+avx512vl", "x86_64+avx2", "aarch64+neon"))]
 pub fn line(x: &[u16], a: f32, b: f32, add: bool, y: &mut [f32]) -> f32 {
-    match add {
-        true => line_of::<true>(x, a, b, y),
-        false => line_of::<false>(x, a, b, y),
+    if add {
+        line_of::<true>(x, a, b, y)
+    } else {
+        line_of::<false>(x, a, b, y)
     }
 }
 

@@ -128,9 +128,10 @@ impl Encoder<'_> {
     fn encode(&mut self, path: &Path, source: &mut Source, limit: usize) -> Result<(Vec<Vec<u32>>, bool)> {
         let is_lines = matches!(kind(path), Some("jsonl" | "ndjson"))
             || path == Path::new(STDIN) && self.field.is_some();
-        match is_lines {
-            true => self.lines(path, source, limit),
-            false => self.text(path, source, limit),
+        if is_lines {
+            self.lines(path, source, limit)
+        } else {
+            self.text(path, source, limit)
         }
     }
 

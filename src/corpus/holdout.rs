@@ -170,23 +170,22 @@ mod tests {
             let bites = large
                 .iter()
                 .any(|of| (**of).clone().all(|block| drawn.contains(&block)));
-            match bites {
-                false => assert_eq!(found.held_out, whole, "{lengths:?} {seq_len} {holdout} {seed}"),
-                true => {
-                    assert_ne!(found.held_out, whole);
-                    let is_part =
-                        |&(block, first, end): &(usize, usize, usize)| end - first < found.block(block).len();
-                    if found.held_out.iter().any(is_part) {
-                        parts += 1;
-                    } else {
-                        // A block of one token has no end that could be held out for it.
-                        let held: Vec<usize> = found.held_out.iter().map(|(block, ..)| *block).collect();
-                        let single = |block: &usize| found.block(*block).len() == 1 && !held.contains(block);
-                        let single = large.iter().flat_map(|of| (**of).clone()).filter(single).count();
-                        assert!(held.len() <= whole.len() && held.len() + single >= whole.len());
-                    }
-                    other += 1;
+            if !bites {
+                assert_eq!(found.held_out, whole, "{lengths:?} {seq_len} {holdout} {seed}")
+            } else {
+                assert_ne!(found.held_out, whole);
+                let is_part =
+                    |&(block, first, end): &(usize, usize, usize)| end - first < found.block(block).len();
+                if found.held_out.iter().any(is_part) {
+                    parts += 1;
+                } else {
+                    // A block of one token has no end that could be held out for it.
+                    let held: Vec<usize> = found.held_out.iter().map(|(block, ..)| *block).collect();
+                    let single = |block: &usize| found.block(*block).len() == 1 && !held.contains(block);
+                    let single = large.iter().flat_map(|of| (**of).clone()).filter(single).count();
+                    assert!(held.len() <= whole.len() && held.len() + single >= whole.len());
                 }
+                other += 1;
             }
             same += usize::from(!bites);
         }

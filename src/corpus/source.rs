@@ -67,10 +67,14 @@ impl Source {
             env::check()?;
             let most = CHUNK.min(n - self.bytes.len());
             let mut part = (&mut self.reader).take(most as u64);
-            let read = part.read_to_end(&mut self.bytes).map_err(|e| match self.is_compressed {
-                true => Error::damaged(format!("{} cannot be decompressed: {e}", self.path.display()))
-                    .hint("the file is damaged or not a gzip file; recreate it, or give the uncompressed file"),
-                false => Error::io(&self.path, "read", &e),
+            let read = part.read_to_end(&mut self.bytes).map_err(|e| {
+                if self.is_compressed {
+                    Error::damaged(format!("{} cannot be decompressed: {e}", self.path.display())).hint(
+                        "the file is damaged or not a gzip file; recreate it, or give the uncompressed file",
+                    )
+                } else {
+                    Error::io(&self.path, "read", &e)
+                }
             })?;
             self.is_read = read == 0;
             if self.is_compressed && self.bytes.len() > MOST_BYTES {

@@ -11,20 +11,23 @@ use ndarray::Array1;
 use super::ROWS;
 use super::body::Body;
 use super::context::LayerContext;
+use super::heads::{HeadList, HeadRoom};
 use super::model::DeviceModel;
-use super::prompt::{PromptLayer, PromptPass, PromptRoom};
+use super::prompt::{PromptLayer, PromptPart, PromptPass, PromptRoom, SpaceNeeds};
+use super::sizes::LayerSizes;
+use super::windows::Windows;
 use crate::compute::cuda::buffer::Buffer;
 use crate::compute::cuda::driver::{Purpose, Recording, allocating};
 use crate::error::{Error, Result};
-use crate::kv::KvType;
-use crate::kv::cuda::Limits;
 use crate::kv::cuda::attend::Attention;
-use crate::kv::cuda::cache::{LayerCache, bytes_per_position, fixed_bytes};
+use crate::kv::cuda::cache::{LayerCache, bytes_per_position, fixed_bytes, holds};
 use crate::kv::cuda::signs::FULL;
+use crate::kv::cuda::{Limits, Positions, Shape};
 use crate::kv::sample::Sampler;
+use crate::kv::{Budget, KvType};
 use crate::method::bench::{Bench, BenchParams, Contents};
-use crate::method::cuda::{CudaIndex, CudaNeeds, CudaStep, Indexes, OnDevice, TALLIES};
-use crate::method::{CUDA_GRANULE, Method, Reads};
+use crate::method::cuda::{CudaIndex, CudaNeeds, CudaStep, Indexes, OnDevice, ServedLayer, TALLIES};
+use crate::method::{CUDA_GRANULE, Method, MethodPart, Reads};
 use crate::runner::{Backend, Counts, DecodeOptions, Shares, StepAt, Trace};
 
 /// A model with its caches and indexes on the device. It holds one sequence for a session, or several sequences that
@@ -32,46 +35,106 @@ use crate::runner::{Backend, Counts, DecodeOptions, Shares, StepAt, Trace};
 pub struct CudaBackend<'a> {
     model: DeviceModel<'a>,
     options: DecodeOptions,
-    at: OnDevice<'a>,
-    layers: Vec<LayerState<'a>>,
-    attention: Attention<'a>,
-    /// The sums of [`CudaIndex::tally`] over all steps, `[layers,TALLIES]`.
+    /// The shape of a layer with all its KV heads.
+    shape: Shape,
+    spaces: Vec<Space<'a>>,
+    /// The positions of each space that does not share those of the model.
+    windows: Vec<Option<Windows<'a>>>,
+    /// The parts of each layer: one with all KV heads, or several that together have them.
+    layers: Vec<Vec<LayerPart<'a>>>,
+    /// The sums of [`CudaIndex::tally`] over all steps, `[parts,TALLIES]`.
     tallies: Buffer<'a, f64>,
-    /// For each layer, the counters that the host knows without asking the device.
-    counts: Vec<Counts>,
     /// The recorded launches of a step.
     recording: Option<Recording<'a>>,
 }
 
-/// The cache and the index of one layer.
-struct LayerState<'d> {
+/// What the layers, or parts of layers, of one shape, method, budget and format share.
+struct Space<'d> {
+    at: OnDevice<'d>,
+    attention: Attention<'d>,
+    /// The rows of the part's KV heads in a step; absent if it has all KV heads.
+    room: Option<HeadRoom<'d>>,
+}
+
+/// The cache and the index of some or all KV heads of one layer.
+struct LayerPart<'d> {
+    space: usize,
+    /// Its number among the parts of all layers.
+    number: usize,
+    /// The KV heads; `None` for all of them.
+    heads: Option<HeadList<'d>>,
     cache: LayerCache<'d>,
     index: Box<dyn CudaIndex + 'd>,
+    /// The counters that the host knows without asking the device.
+    counts: Counts,
 }
 
-impl<'d> LayerState<'d> {
-    /// Returns layer `number` in the form that a prompt needs.
-    fn for_prompt(&self, number: usize) -> PromptLayer<'_, 'd> {
-        PromptLayer {
-            number,
-            index: self.index.as_ref(),
-            cache: Some(&self.cache),
-        }
+/// The KV heads that a method serves in the same way, and how.
+struct Served<'m> {
+    method: &'m dyn Method,
+    budget: Budget,
+    kv: KvType,
+    /// The heads of each layer; `None` for all of them.
+    heads: Option<Vec<Vec<usize>>>,
+}
+
+impl<'m> Served<'m> {
+    /// Lists the parts of a method.
+    fn all(method: &'m dyn Method, options: &DecodeOptions) -> Vec<Self> {
+        let whole = Self {
+            method,
+            budget: options.budget,
+            kv: options.kv,
+            heads: None,
+        };
+        let parts = method.parts();
+        // A single part has all KV heads.
+        let is_one = parts.len() == 1;
+        let part = |part: MethodPart<'m>| Self {
+            method: part.method,
+            budget: part.limits.map_or(options.budget, |limits| limits.budget),
+            kv: part.limits.map_or(options.kv, |limits| limits.kv),
+            heads: Some(part.heads).filter(|_| !is_one),
+        };
+        let parts: Vec<Self> = parts.into_iter().map(part).collect();
+        if parts.is_empty() { vec![whole] } else { parts }
     }
-}
 
-impl<'a> CudaBackend<'a> {
-    /// Returns whether the method's caches and selection can be on the device. `turns` says whether there may be more
-    /// than one prompt.
-    pub fn can(method: &dyn Method, options: &DecodeOptions, turns: bool) -> bool {
-        let packed = options.kv == KvType::TwoBit;
+    /// Returns whether cache and index can be on the device. `turns` says whether there may be more than one prompt.
+    fn can(&self, options: &DecodeOptions, turns: bool) -> bool {
+        let packed = self.kv == KvType::TWO_BIT;
         let needs = CudaNeeds {
             packed,
             later_prompts: turns,
             rows_on_host: false,
         };
-        let has_index = method.cuda().is_some_and(|method| method.serves(&needs));
-        has_index && !(packed && (turns || options.packed.full > FULL))
+        let has_index = self.method.cuda().is_some_and(|method| method.serves(&needs));
+        let has_cache = holds(self.kv) && !(packed && (turns || options.packed.full > FULL));
+        has_index && has_cache
+    }
+}
+
+/// Layers, or parts of layers, that share a [`Space`], and what makes their indexes.
+struct NewSpace<'s, 'd> {
+    budget: Budget,
+    kv: KvType,
+    /// The number of KV heads.
+    count: usize,
+    /// The layers, each with its KV heads; `None` if all layers have all KV heads.
+    layers: Option<Vec<(usize, Vec<usize>)>>,
+    make: Box<MakeIndexes<'s, 'd>>,
+}
+
+/// Makes the indexes of some layers.
+type MakeIndexes<'s, 'd> = dyn Fn(OnDevice<'d>, &[ServedLayer]) -> Result<Indexes<'d>> + 's;
+
+impl<'a> CudaBackend<'a> {
+    /// Returns whether the method's caches and selection can be on the device. `turns` says whether there may be more
+    /// than one prompt.
+    pub fn can(method: &dyn Method, options: &DecodeOptions, turns: bool) -> bool {
+        Served::all(method, options)
+            .iter()
+            .all(|served| served.can(options, turns))
     }
 
     /// Makes empty caches for `sequences` sequences of up to `capacity` positions each.
@@ -85,8 +148,31 @@ impl<'a> CudaBackend<'a> {
         sequences: usize,
         capacity: usize,
     ) -> Result<Self> {
-        let indexes = |at: OnDevice<'a>, limits: &[Limits]| indexes(method, at, limits);
-        Self::with(body, options, sequences, capacity, indexes)
+        let body = body.into();
+        let mut spaces = Vec::new();
+        for served in Served::all(method, &options) {
+            let without = || Error::internal("CUDA: a method without an index on the device");
+            let method = served.method.cuda().ok_or_else(without)?;
+            let space = |count: usize, layers: Option<Vec<(usize, Vec<usize>)>>| NewSpace {
+                budget: served.budget,
+                kv: served.kv,
+                count,
+                layers,
+                make: Box::new(move |at, layers| method.indexes(at, layers)),
+            };
+            let Some(heads) = &served.heads else {
+                spaces.push(space(body.config.n_kv_heads, None));
+                continue;
+            };
+            for count in 1..=body.config.n_kv_heads {
+                let own = heads.iter().enumerate().filter(|(_, heads)| heads.len() == count);
+                let own: Vec<_> = own.map(|(layer, heads)| (layer, heads.clone())).collect();
+                if !own.is_empty() {
+                    spaces.push(space(count, Some(own)));
+                }
+            }
+        }
+        Self::with(body, options, sequences, capacity, &spaces)
     }
 
     /// For a benchmark: makes caches of `context` random positions and indexes of random contents, with room for
@@ -102,18 +188,27 @@ impl<'a> CudaBackend<'a> {
         [sequences, context, steps]: [usize; 3],
         seed: u32,
     ) -> Result<Self> {
-        let indexes = |at: OnDevice<'a>, limits: &[Limits]| {
+        let body = body.into();
+        let make = |at: OnDevice<'a>, layers: &[ServedLayer]| {
+            let limits: Vec<Limits> = layers.iter().map(|of| of.limits).collect();
             let seeds: Vec<u32> = (0..limits.len() as u32).map(|layer| seed + 8 * layer).collect();
             let contents = Contents {
-                limits,
+                limits: &limits,
                 seeds: &seeds,
                 params,
             };
             method.indexes(at, &contents)
         };
-        let mut backend = Self::with(body, options, sequences, context + steps, indexes)?;
-        for (i, layer) in backend.layers.iter().enumerate() {
-            if let LayerCache::Plain(rows) = &layer.cache {
+        let space = NewSpace {
+            budget: options.budget,
+            kv: options.kv,
+            count: body.config.n_kv_heads,
+            layers: None,
+            make: Box::new(make),
+        };
+        let mut backend = Self::with(body, options, sequences, context + steps, &[space])?;
+        for (i, part) in backend.layers.iter().flatten().enumerate() {
+            if let LayerCache::Plain(rows) = &part.cache {
                 rows.fill(seed + 8 * i as u32 + 4)?;
             }
         }
@@ -122,55 +217,144 @@ impl<'a> CudaBackend<'a> {
     }
 
     fn with(
-        body: impl Into<Arc<Body<'a>>>,
+        body: Arc<Body<'a>>,
         options: DecodeOptions,
         sequences: usize,
         capacity: usize,
-        indexes: impl FnOnce(OnDevice<'a>, &[Limits]) -> Result<Indexes<'a>>,
+        new: &[NewSpace<'_, 'a>],
     ) -> Result<Self> {
-        let body = body.into();
         let driver = body.driver;
         let shape = body.sizes().shape(sequences, capacity).checked()?;
         let model = DeviceModel::new(body, shape, &options)?;
-        let at = OnDevice {
-            driver,
-            shape,
-            kv: options.kv,
-        };
-        let limits = model.windows.limits();
-        let indexes = allocating(driver, Purpose::Indexes, || indexes(at, &limits))?;
-        let layers = indexes.into_iter().map(|index| {
-            let cache = allocating(driver, Purpose::Caches, || {
-                LayerCache::new(driver, shape, options.kv)
-            })?;
-            Ok(LayerState { cache, index })
-        });
-        let number = model.body.config.n_layers();
+        let config = &model.body.config;
+        let (mut spaces, mut windows, mut number) = (Vec::new(), Vec::new(), 0);
+        let mut layers: Vec<Vec<LayerPart<'a>>> = (0..config.n_layers()).map(|_| Vec::new()).collect();
+        for of in new {
+            let is_part = of.count < shape.kv_heads;
+            let shape = Shape {
+                kv_heads: of.count,
+                ..shape
+            };
+            let at = OnDevice {
+                driver,
+                shape,
+                kv: of.kv,
+            };
+            let own = if is_part || of.budget != options.budget {
+                let options = DecodeOptions {
+                    budget: of.budget,
+                    ..options
+                };
+                Some(Windows::new(driver, shape, &options, &config.windows())?)
+            } else {
+                None
+            };
+            let limits = own.as_ref().unwrap_or(&model.windows).limits();
+            let served: Vec<ServedLayer> = match &of.layers {
+                None => ServedLayer::all(&limits, of.count),
+                Some(layers) => layers
+                    .iter()
+                    .map(|(layer, heads)| ServedLayer {
+                        layer: *layer,
+                        heads: heads.clone(),
+                        limits: limits[*layer],
+                    })
+                    .collect(),
+            };
+            let indexes = allocating(driver, Purpose::Indexes, || (of.make)(at, &served))?;
+            for (index, served) in indexes.into_iter().zip(served) {
+                let cache = allocating(driver, Purpose::Caches, || LayerCache::new(driver, shape, of.kv))?;
+                layers[served.layer].push(LayerPart {
+                    space: spaces.len(),
+                    number,
+                    heads: if is_part {
+                        Some(HeadList::new(driver, served.heads)?)
+                    } else {
+                        None
+                    },
+                    cache,
+                    index,
+                    counts: Counts::NONE,
+                });
+                number += 1;
+            }
+            spaces.push(Space {
+                at,
+                attention: Attention::new(driver, shape)?,
+                room: if is_part {
+                    Some(HeadRoom::new(driver, shape, sequences)?)
+                } else {
+                    None
+                },
+            });
+            windows.push(own);
+        }
         Ok(Self {
-            layers: layers.collect::<Result<_>>()?,
-            attention: Attention::new(driver, shape)?,
             tallies: Buffer::zeros(driver, "sums of what is read", number * TALLIES)?,
-            counts: vec![Counts::NONE; number],
+            layers,
+            spaces,
+            windows,
             recording: None,
             model,
             options,
-            at,
+            shape,
         })
+    }
+
+    /// Calls `change` with the positions of the model, and with those of each space that does not share them.
+    fn each_positions(&mut self, change: impl Fn(&mut Positions<'a>) -> Result<()>) -> Result<()> {
+        let own = self.windows.iter_mut().flatten();
+        let all = own.chain([&mut self.model.windows]);
+        all.flat_map(|windows| &mut windows.positions)
+            .try_for_each(change)
+    }
+
+    /// Returns the positions of a part of a layer.
+    fn positions(&self, layer: usize, part: &LayerPart<'_>) -> &Positions<'a> {
+        self.windows[part.space]
+            .as_ref()
+            .unwrap_or(&self.model.windows)
+            .of(layer)
+    }
+
+    /// Lists the parts of all layers.
+    fn parts(&self) -> impl Iterator<Item = &LayerPart<'a>> {
+        self.layers.iter().flatten()
+    }
+
+    /// Returns the index of each space that stands for the others in the space.
+    fn first_indexes(&self) -> Vec<&(dyn CudaIndex + 'a)> {
+        let spaces = 0..self.spaces.len();
+        let first = spaces.filter_map(|space| self.parts().find(|part| part.space == space));
+        first.map(|part| part.index.as_ref()).collect()
     }
 
     /// Embeds a prompt, and allocates its buffers and those of the indexes.
     fn begin_prompt(&self, ids: &[u32], first: usize) -> Result<PromptPass<'a>> {
         let body = &self.model.body;
-        let packed = self.options.kv == KvType::TwoBit;
-        let context = || LayerContext::new(body.driver, &body.sizes(), body.row_type(), ids.len());
         let room = PromptRoom {
             first,
             rows: ROWS.min(ids.len()),
-            shape: self.at.shape,
-            packed,
         };
-        let indexes: Vec<_> = self.layers.iter().map(|l| l.index.as_ref()).collect();
-        PromptPass::new(body, ids, room, packed.then(context).transpose()?, &indexes)
+        let needs = |(number, space): (usize, &Space<'a>)| {
+            let packed = space.at.kv == KvType::TWO_BIT;
+            let sizes = LayerSizes {
+                n_heads: space.at.shape.kv_heads * space.at.shape.group,
+                n_kv_heads: space.at.shape.kv_heads,
+                ..body.sizes()
+            };
+            let context = || LayerContext::new(body.driver, &sizes, body.row_type(), ids.len());
+            let own = self.parts().filter(|part| part.space == number);
+            Ok(SpaceNeeds {
+                shape: space.at.shape,
+                packed,
+                is_part: space.room.is_some(),
+                context: packed.then(context).transpose()?,
+                indexes: own.map(|part| part.index.as_ref()).collect(),
+            })
+        };
+        let spaces: Vec<_> = self.spaces.iter().enumerate().map(needs).collect::<Result<_>>()?;
+        PromptPass::new(body, ids, room, spaces)
     }
 
     /// Allocates what a prompt at these positions takes, and frees it: see [`room`](super::room).
@@ -181,13 +365,27 @@ impl<'a> CudaBackend<'a> {
 
     /// Runs a prompt through one layer.
     fn prompt_layer(&mut self, number: usize, pass: &mut PromptPass<'a>) -> Result<()> {
-        let layer = &mut self.layers[number];
+        let Self {
+            model,
+            windows,
+            layers,
+            options,
+            ..
+        } = self;
         pass.begin_layer()?;
-        pass.run(&mut self.model, &layer.for_prompt(number), &mut |_, _| Ok(()))?;
-        if let LayerCache::Packed(cache) = &mut layer.cache {
-            pass.pack(self.options.packed, self.model.windows.of(number), cache)?;
+        pass.run(
+            model,
+            windows,
+            &for_prompt(number, &layers[number]),
+            &mut |_, _| Ok(()),
+        )?;
+        for part in &mut layers[number] {
+            if let LayerCache::Packed(cache) = &mut part.cache {
+                let windows = windows[part.space].as_ref().unwrap_or(&model.windows);
+                pass.pack(part.space, options.packed, windows.of(number), cache)?;
+            }
         }
-        pass.end_layer(&self.model, &layer.for_prompt(number))
+        pass.end_layer(model, windows, &for_prompt(number, &layers[number]))
     }
 
     /// Runs decode step number `step` of every sequence, from the ids on the device to the logits and the next ids.
@@ -196,25 +394,27 @@ impl<'a> CudaBackend<'a> {
     /// # Errors
     /// The caches are full.
     pub fn advance(&mut self, step: usize, trace: Option<&mut Trace<'_>>) -> Result<()> {
-        let positions = &mut self.model.windows.positions;
-        positions.iter_mut().try_for_each(|p| p.count(1))?;
-        for (number, (layer, counts)) in self.layers.iter().zip(&mut self.counts).enumerate() {
-            for (set, _) in self.model.windows.of(number).sets() {
-                let heads = self.at.shape.kv_heads as u64;
-                let mut reads = Reads::new(CUDA_GRANULE);
-                layer.index.reads(&set, &mut reads);
-                let of_heads = |bytes: Option<usize>| bytes.map(|bytes| heads * bytes as u64);
-                *counts += Counts {
-                    choices: heads,
-                    visible: heads * set.visible().len() as u64,
-                    index_bytes: of_heads(reads.index_bytes),
-                    moved_bytes: of_heads(reads.moved_bytes),
-                    scratch_bytes: (layer.index.bytes() == 0).then_some(0),
-                    ..Counts::NONE
-                };
+        self.each_positions(|positions| positions.count(1))?;
+        for (number, layer) in self.layers.iter_mut().enumerate() {
+            for part in layer {
+                let windows = self.windows[part.space].as_ref().unwrap_or(&self.model.windows);
+                let heads = self.spaces[part.space].at.shape.kv_heads as u64;
+                for (set, _) in windows.of(number).sets() {
+                    let mut reads = Reads::new(CUDA_GRANULE);
+                    part.index.reads(&set, &mut reads);
+                    let of_heads = |bytes: Option<usize>| bytes.map(|bytes| heads * bytes as u64);
+                    part.counts += Counts {
+                        choices: heads,
+                        visible: heads * set.visible().len() as u64,
+                        index_bytes: of_heads(reads.index_bytes),
+                        moved_bytes: of_heads(reads.moved_bytes),
+                        scratch_bytes: (part.index.bytes() == 0).then_some(0),
+                        ..Counts::NONE
+                    };
+                }
             }
         }
-        let recordable = self.layers.iter().all(|l| l.index.is_recordable());
+        let recordable = self.parts().all(|part| part.index.is_recordable());
         // A trace reads results during the step, which a recording cannot do.
         if trace.is_some() || !recordable {
             return self.launch_step(step, trace);
@@ -227,33 +427,73 @@ impl<'a> CudaBackend<'a> {
 
     /// Makes the launches of a step. They are the same for every step unless an index is not recordable.
     fn launch_step(&self, step: usize, trace: Option<&mut Trace<'_>>) -> Result<()> {
-        let (model, work, tracing) = (&self.model, &self.model.space.work, trace.is_some());
-        model.windows.positions.iter().try_for_each(|p| p.begin(1))?;
-        model.step(step, trace, &mut |number| {
-            let (LayerState { cache, index }, positions) = (&self.layers[number], model.windows.of(number));
-            cache.append(&work.k_rope, &work.v, 1, positions)?;
-            index.append(work.keys(), positions)?;
-            let at_step = CudaStep {
-                number: step,
-                queries: work.queries(),
-                cache: Some(cache),
-                positions,
-            };
-            let chosen = index.select(&at_step)?;
-            cache.attend(&self.attention, &work.q_rope, positions, chosen)?;
-            index.observe(&at_step, &self.attention)?;
-            self.attention.output_rows(&work.attended)?;
-            let sums = self.tallies.part(number * TALLIES, TALLIES);
-            // The output and its tally need not wait for one another.
-            self.at
-                .driver
-                .beside(&mut || index.tally(self.at, positions, chosen, &sums))?;
-            match chosen {
-                _ if !tracing => Ok(Vec::new()),
-                Some(chosen) => chosen.read(),
-                None => Ok(positions.between()),
+        let (model, tracing) = (&self.model, trace.is_some());
+        let own = self.windows.iter().flatten().chain([&model.windows]);
+        let mut positions = own.flat_map(|windows| &windows.positions);
+        positions.try_for_each(|p| p.begin(1))?;
+        model.step(step, trace, &mut |layer| {
+            let mut chosen = vec![Vec::new(); if tracing { self.shape.heads() } else { 0 }];
+            for part in &self.layers[layer] {
+                let lists = self.launch_part(step, layer, part, tracing)?;
+                match &part.heads {
+                    None => chosen = lists,
+                    // A trace is of one sequence.
+                    Some(heads) => heads
+                        .kv_heads
+                        .iter()
+                        .zip(lists)
+                        .for_each(|(head, list)| chosen[*head] = list),
+                }
             }
+            Ok(chosen)
         })
+    }
+
+    /// Makes the launches of a step for a part of a layer, which fill its part of the attention output. Returns the positions
+    /// that its KV heads chose if the step is traced.
+    fn launch_part(
+        &self,
+        step: usize,
+        layer: usize,
+        part: &LayerPart<'a>,
+        tracing: bool,
+    ) -> Result<Vec<Vec<u32>>> {
+        let (work, space) = (&self.model.space.work, &self.spaces[part.space]);
+        let (cache, index, positions) = (&part.cache, &part.index, self.positions(layer, part));
+        let gathered = space.room.as_ref().zip(part.heads.as_ref());
+        let (queries, keys, values, out) = match gathered {
+            None => (work.queries(), work.keys(), &work.v, &work.attended),
+            Some((room, heads)) => {
+                room.gather(work, heads, 1)?;
+                (room.queries(), room.keys(), &room.v, &room.attended)
+            }
+        };
+        cache.append(keys.rope, values, 1, positions)?;
+        index.append(keys, positions)?;
+        let at_step = CudaStep {
+            number: step,
+            queries,
+            cache: Some(cache),
+            positions,
+        };
+        let chosen = index.select(&at_step)?;
+        cache.attend(&space.attention, queries.rope, positions, chosen)?;
+        index.observe(&at_step, &space.attention)?;
+        space.attention.output_rows(out)?;
+        let sums = self.tallies.part(part.number * TALLIES, TALLIES);
+        // The output and its tally need not wait for one another.
+        self.model
+            .body
+            .driver
+            .beside(&mut || index.tally(space.at, positions, chosen, &sums))?;
+        if let Some((room, heads)) = gathered {
+            room.scatter(work, heads, self.shape.sequences)?;
+        }
+        match chosen {
+            _ if !tracing => Ok(Vec::new()),
+            Some(chosen) => chosen.read(),
+            None => Ok(positions.between()),
+        }
     }
 
     /// Feeds one token per sequence in decode step number `step`. [`CudaBackend::choices`] then returns the greedy next
@@ -265,22 +505,42 @@ impl<'a> CudaBackend<'a> {
 
     /// Returns the bytes of keys and values per position, over all layers and sequences.
     pub fn position_bytes(&self) -> usize {
-        self.layers.len() * self.at.shape.heads() * bytes_per_position(&self.at.shape, self.options.kv)
+        self.of_parts(|at| at.shape.heads() * bytes_per_position(&at.shape, at.kv))
     }
 
     /// Returns the greedy choices after the last step; waits for the device.
     pub fn choices(&self) -> Result<Vec<u32>> {
         let DeviceModel { body, space, .. } = &self.model;
         space.finite.check(body)?;
-        space.ids.read_part(0, self.at.shape.sequences)
+        space.ids.read_part(0, self.shape.sequences)
+    }
+
+    /// Adds up what parts of a space take, over all parts.
+    fn of_parts(&self, of: impl Fn(&OnDevice<'a>) -> usize) -> usize {
+        self.parts().map(|part| of(&self.spaces[part.space].at)).sum()
     }
 }
 
-impl Backend for CudaBackend<'_> {
+/// Returns a layer in the form that a prompt needs.
+fn for_prompt<'s, 'd>(number: usize, parts: &'s [LayerPart<'d>]) -> PromptLayer<'s, 'd> {
+    let part = |part: &'s LayerPart<'d>| PromptPart {
+        space: part.space,
+        heads: part.heads.as_ref(),
+        index: part.index.as_ref(),
+        cache: Some(&part.cache),
+    };
+    PromptLayer {
+        number,
+        parts: parts.iter().map(part).collect(),
+    }
+}
+
+impl<'a> Backend for CudaBackend<'a> {
     fn prompt(&mut self, ids: &[u32], first: usize, done: &mut dyn FnMut(usize)) -> Result<Array1<f32>> {
         let body = &self.model.body;
         body.check_prompt(ids)?;
-        if self.options.kv == KvType::TwoBit && first > 0 {
+        let packed = self.spaces.iter().any(|space| space.at.kv == KvType::TWO_BIT);
+        if packed && first > 0 {
             return Err(Error::internal("CUDA: a 2-bit cache takes in one prompt"));
         }
         let mut pass = self.begin_prompt(ids, first)?;
@@ -288,8 +548,14 @@ impl Backend for CudaBackend<'_> {
             self.prompt_layer(number, &mut pass)?;
             done(ids.len());
         }
-        let first = self.layers.first().map(|layer| layer.index.as_ref());
-        self.model.end_prompt(&pass, first)
+        let lens = [(first + ids.len()) as u32];
+        self.windows
+            .iter_mut()
+            .flatten()
+            .try_for_each(|own| own.set(&lens))?;
+        let indexes = self.first_indexes();
+        indexes.into_iter().for_each(|index| index.end_prompt());
+        self.model.end_prompt(&pass, None)
     }
 
     fn step(&mut self, id: u32, at: StepAt, trace: Option<&mut Trace<'_>>) -> Result<()> {
@@ -301,52 +567,51 @@ impl Backend for CudaBackend<'_> {
     }
 
     fn next(&self, sampler: &mut Sampler) -> Result<u32> {
-        match sampler.is_plain() {
-            true => self.model.next(sampler),
-            false => sampler.next(self.model.logits()?.view()),
+        if sampler.is_plain() {
+            self.model.next(sampler)
+        } else {
+            sampler.next(self.model.logits()?.view())
         }
     }
 
     fn shares(&self, steps: usize) -> Result<Shares> {
-        let mut sum = Shares::default();
-        for layer in self.tallies.read()?.chunks_exact(TALLIES) {
-            sum.read += layer[0];
-            sum.products += layer[1];
-            sum.bypassed += layer[2];
+        let (mut sum, tallies) = (Shares::default(), self.tallies.read()?);
+        for part in self.parts() {
+            let of_part = &tallies[part.number * TALLIES..];
+            // Its means are over its own heads.
+            let weight = self.spaces[part.space].at.shape.kv_heads as f64 / self.shape.kv_heads as f64;
+            sum.read += weight * of_part[0];
+            // An oracle ranks by true probabilities and therefore computes every product.
+            sum.products += weight
+                * if part.index.is_oracle() {
+                    steps as f64
+                } else {
+                    of_part[1]
+                };
+            sum.bypassed += weight * of_part[2];
         }
-        let mean = sum.mean(steps * self.layers.len());
-        // An oracle ranks by true probabilities and therefore computes every product.
-        Ok(match self.layers.iter().any(|l| l.index.is_oracle()) {
-            true => Shares {
-                products: 1.0,
-                ..mean
-            },
-            false => mean,
-        })
+        Ok(sum.mean(steps * self.layers.len()))
     }
 
     fn counts(&self) -> Result<Vec<Counts>> {
         let tallies = self.tallies.read()?;
-        let layers = tallies.chunks_exact(TALLIES).zip(&self.counts);
-        let moved = |rows: f64, ranked: f64| {
+        let of_part = |part: &LayerPart<'a>| {
+            let (sums, at) = (&tallies[part.number * TALLIES..], &self.spaces[part.space].at);
             let mut reads = Reads::new(CUDA_GRANULE);
-            reads.unlisted_rows(
-                self.options.kv,
-                self.at.shape.width(),
-                rows as usize,
-                ranked as usize,
-            );
-            reads.moved_bytes.map(|bytes| bytes as u64)
+            reads.unlisted_rows(at.kv, at.shape.width(), sums[3] as usize, sums[4] as usize);
+            let moved = reads.moved_bytes.map(|bytes| bytes as u64);
+            Counts {
+                rows: sums[3] as u64,
+                ranked_keys: sums[4] as u64,
+                full: sums[5] as u64,
+                bypassed_heads: sums[6] as u64,
+                moved_bytes: part.counts.moved_bytes.zip(moved).map(|(a, b)| a + b),
+                ..part.counts
+            }
+            .in_rows(at.kv, at.shape.head_dim)
         };
-        let counts = layers.map(|(sums, known)| Counts {
-            rows: sums[3] as u64,
-            ranked_keys: sums[4] as u64,
-            full: sums[5] as u64,
-            bypassed_heads: sums[6] as u64,
-            moved_bytes: known.moved_bytes.zip(moved(sums[3], sums[4])).map(|(a, b)| a + b),
-            ..*known
-        });
-        Ok(counts.collect())
+        let layers = self.layers.iter();
+        Ok(layers.map(|parts| parts.iter().map(of_part).sum()).collect())
     }
 
     fn granule(&self) -> usize {
@@ -354,20 +619,11 @@ impl Backend for CudaBackend<'_> {
     }
 
     fn kv_bytes(&self) -> usize {
-        let fixed = self.at.shape.heads() * fixed_bytes(&self.at.shape, self.options.kv);
-        self.at.shape.capacity * self.position_bytes() + self.layers.len() * fixed
+        let fixed = self.of_parts(|at| at.shape.heads() * fixed_bytes(&at.shape, at.kv));
+        self.shape.capacity * self.position_bytes() + fixed
     }
 
     fn index_bytes(&self) -> usize {
-        self.layers.iter().map(|l| l.index.bytes()).sum()
+        self.parts().map(|part| part.index.bytes()).sum()
     }
-}
-
-/// Makes the method's index for every layer.
-///
-/// # Errors
-/// The method has no index on the device; out of memory.
-pub(super) fn indexes<'d>(method: &dyn Method, at: OnDevice<'d>, limits: &[Limits]) -> Result<Indexes<'d>> {
-    let without = || Error::internal("CUDA: a method without an index on the device");
-    method.cuda().ok_or_else(without)?.indexes(at, limits)
 }

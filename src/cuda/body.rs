@@ -49,9 +49,10 @@ impl<'a> Body<'a> {
     fn upload(driver: &'a dyn Driver, decoder: &'a Decoder, precision: Precision) -> Result<Self> {
         let config = decoder.config.clone();
         check_model(&config)?;
-        let embedding = match config.tie_word_embeddings {
-            true => None,
-            false => Some(&decoder.embedding),
+        let embedding = if config.tie_word_embeddings {
+            None
+        } else {
+            Some(&decoder.embedding)
         };
         let mut layers = Vec::new();
         for number in 0..config.n_layers() {

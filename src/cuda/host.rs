@@ -14,11 +14,10 @@ use ndarray::{Array1, Array2, ArrayView2, ArrayView3, s};
 use rayon::prelude::*;
 
 use super::ROWS;
-use super::backend::indexes;
 use super::body::Body;
 use super::context::LayerContext;
 use super::model::DeviceModel;
-use super::prompt::{PromptLayer, PromptPass, PromptRoom};
+use super::prompt::{PromptLayer, PromptPart, PromptPass, PromptRoom, SpaceNeeds};
 use super::work::Workspace;
 use crate::compute::attention;
 use crate::compute::cuda::driver::{Purpose, allocating};
@@ -28,7 +27,7 @@ use crate::kv::cuda::attend::LayerRows;
 use crate::kv::cuda::{Positions, Selection, Shape};
 use crate::kv::sample::Sampler;
 use crate::kv::{KvHead, StaticSet};
-use crate::method::cuda::{CudaIndex, CudaNeeds, CudaStep, OnDevice};
+use crate::method::cuda::{CudaIndex, CudaNeeds, CudaStep, OnDevice, ServedLayer};
 use crate::method::{CUDA_GRANULE, Choice, Method, Reads};
 use crate::runner::{Backend, Counts, DecodeOptions, Shares, StepAt, Trace, add_rows};
 use static_set::{StaticAttention, put_rows};
@@ -97,8 +96,10 @@ impl<'a> HostBackend<'a> {
             shape,
             kv: options.kv,
         };
-        let limits = model.windows.limits();
-        let indexes = allocating(driver, Purpose::Indexes, || indexes(method, at, &limits))?;
+        let served = ServedLayer::all(&model.windows.limits(), shape.kv_heads);
+        let without = || Error::internal("CUDA: a method without an index on the device");
+        let method = method.cuda().ok_or_else(without)?;
+        let indexes = allocating(driver, Purpose::Indexes, || method.indexes(at, &served))?;
         let layers = indexes
             .into_iter()
             .zip(&model.body.config.blocks)
@@ -134,11 +135,15 @@ impl<'a> HostBackend<'a> {
         let room = PromptRoom {
             first,
             rows: ROWS.min(n).max(self.static_set.rows()),
+        };
+        let space = SpaceNeeds {
             shape: self.shape,
             packed: false,
+            is_part: false,
+            context: Some(context),
+            indexes: self.layers.iter().map(|l| l.index.as_ref()).collect(),
         };
-        let indexes: Vec<_> = self.layers.iter().map(|l| l.index.as_ref()).collect();
-        PromptPass::new(body, ids, room, Some(context), &indexes)
+        PromptPass::new(body, ids, room, [space])
     }
 
     /// Allocates what a prompt at these positions takes, and frees it: see [`room`](super::room).
@@ -154,19 +159,26 @@ impl<'a> HostBackend<'a> {
             index,
             static_rows,
         } = &mut self.layers[number];
-        let layer = PromptLayer {
-            number,
+        let part = PromptPart {
+            space: 0,
+            heads: None,
             index: index.as_ref(),
             cache: None,
         };
+        let layer = PromptLayer {
+            number,
+            parts: vec![part],
+        };
         pass.begin_layer()?;
         put_cached(pass, heads)?;
-        pass.run(&mut self.model, &layer, &mut |work, n| store(heads, work, n))?;
+        pass.run(&mut self.model, &mut [], &layer, &mut |work, n| {
+            store(heads, work, n)
+        })?;
         if let Some(rows) = static_rows {
             let n = pass.first + pass.m;
             self.static_set.fill(rows, heads, n, &pass.work)?;
         }
-        pass.end_layer(&self.model, &layer)
+        pass.end_layer(&self.model, &[], &layer)
     }
 }
 
@@ -298,7 +310,7 @@ fn put_cached(pass: &mut PromptPass<'_>, heads: &[KvHead]) -> Result<()> {
     for start in (0..pass.first).step_by(room) {
         let n = room.min(pass.first - start);
         put_rows(heads, &(start..start + n).collect::<Vec<_>>(), &pass.work)?;
-        pass.append(None, n)?;
+        pass.append(n)?;
     }
     Ok(())
 }
@@ -365,7 +377,7 @@ impl Backend for HostBackend<'_> {
             for choice in &chosen {
                 let mut reads = reads.clone();
                 add_rows(&mut reads, choice, &set, shape.group, options.kv, shape.head_dim);
-                counts[number].add(choice, &reads, &set, shape.group);
+                counts[number].add(choice, &reads, &set, shape.group, options.kv, shape.head_dim);
             }
             Ok(chosen.into_iter().map(|choice| choice.positions).collect())
         })
@@ -376,9 +388,10 @@ impl Backend for HostBackend<'_> {
     }
 
     fn next(&self, sampler: &mut Sampler) -> Result<u32> {
-        match sampler.is_plain() {
-            true => self.model.next(sampler),
-            false => sampler.next(self.model.logits()?.view()),
+        if sampler.is_plain() {
+            self.model.next(sampler)
+        } else {
+            sampler.next(self.model.logits()?.view())
         }
     }
 

@@ -13,6 +13,7 @@ pub mod check;
 mod context;
 mod finite;
 pub mod forward;
+mod heads;
 pub mod host;
 pub mod layers;
 mod model;

@@ -38,15 +38,13 @@ impl<'a> DeviceModel<'a> {
     }
 
     /// Ends a prompt that has passed all layers: sets the positions, and returns the logits of the prompt's last
-    /// position, `[vocab]`. `index` is the index of the first layer; it frees the prompt buffers of all layers.
-    pub fn end_prompt(
+    /// position, `[vocab]`. `first` are the indexes that free the prompt buffers of the others.
+    pub fn end_prompt<'i>(
         &mut self,
         pass: &PromptPass<'_>,
-        index: Option<&(dyn CudaIndex + '_)>,
+        first: impl IntoIterator<Item = &'i (dyn CudaIndex + 'i)>,
     ) -> Result<Array1<f32>> {
-        if let Some(index) = index {
-            index.end_prompt();
-        }
+        first.into_iter().for_each(|index| index.end_prompt());
         self.windows.set(&[(pass.first + pass.m) as u32])?;
         let last = pass.rows(pass.m - 1, 1);
         self.space.finish(&self.body, &pass.work, &last, 1)?;

@@ -3,7 +3,9 @@
 use super::ROWS;
 use super::body::Body;
 use super::context::LayerContext;
+use super::heads::{HeadList, HeadRoom};
 use super::model::DeviceModel;
+use super::windows::Windows;
 use super::work::{RowPositions, Workspace};
 use crate::compute::cuda::buffer::Buffer;
 use crate::env;
@@ -25,10 +27,17 @@ pub(super) struct PromptPass<'d> {
     pub work: Workspace<'d>,
     /// The hidden states, `[m, hidden]`.
     hidden: Buffer<'d, f32>,
+    spaces: Vec<PromptSpace<'d>>,
+}
+
+/// The buffers of a prompt for layers, or parts of layers, of one shape.
+struct PromptSpace<'d> {
     /// Buffers for rows in f32; present if an index or the 2-bit cache needs them.
     prompts: Option<Prompts<'d>>,
     /// The keys and values that a layer attends; present if no cache on the device holds them in a float type.
     context: Option<LayerContext<'d>>,
+    /// The rows of the part's KV heads; absent if it has all KV heads.
+    room: Option<HeadRoom<'d>>,
 }
 
 /// The sizes that determine a prompt's buffers.
@@ -38,18 +47,47 @@ pub(super) struct PromptRoom {
     pub first: usize,
     /// Most rows per chunk.
     pub rows: usize,
-    /// The shape of one layer's cache.
+}
+
+/// What the layers, or parts of layers, of one shape need for a prompt.
+pub(super) struct SpaceNeeds<'s, 'd> {
+    /// The shape of their caches.
     pub shape: Shape,
-    /// Whether the cache is in 2 bits.
+    /// Whether the caches are in 2 bits.
     pub packed: bool,
+    /// Whether they have some of the KV heads only.
+    pub is_part: bool,
+    /// The keys and values that a layer attends, if no cache on the device holds them in a float type.
+    pub context: Option<LayerContext<'d>>,
+    /// Their indexes.
+    pub indexes: Vec<&'s (dyn CudaIndex + 'd)>,
 }
 
 /// A layer in the form that a prompt needs.
 pub(super) struct PromptLayer<'s, 'd> {
     pub number: usize,
+    /// One, or several that together have all KV heads.
+    pub parts: Vec<PromptPart<'s, 'd>>,
+}
+
+/// All KV heads of a layer, or some of them.
+pub(super) struct PromptPart<'s, 'd> {
+    /// The number of its shape among those of the prompt.
+    pub space: usize,
+    /// The KV heads; `None` for all of them.
+    pub heads: Option<&'s HeadList<'d>>,
     pub index: &'s (dyn CudaIndex + 'd),
     /// `None` if the cache is in host memory.
     pub cache: Option<&'s LayerCache<'d>>,
+}
+
+impl<'d> PromptSpace<'d> {
+    /// Returns the keys and values that a part of a layer attends.
+    fn attended<'s>(&'s self, part: &PromptPart<'s, 'd>) -> Result<&'s LayerRows<'d>> {
+        let context = self.context.as_ref().map(|context| &context.rows);
+        let rows = context.or(part.cache.and_then(LayerCache::plain));
+        rows.ok_or_else(no_rows)
+    }
 }
 
 impl<'d> PromptPass<'d> {
@@ -57,18 +95,36 @@ impl<'d> PromptPass<'d> {
     ///
     /// # Errors
     /// Out of memory.
-    pub fn new(
+    pub fn new<'s>(
         body: &Body<'d>,
         ids: &[u32],
         room: PromptRoom,
-        context: Option<LayerContext<'d>>,
-        indexes: &[&(dyn CudaIndex + 'd)],
-    ) -> Result<Self> {
+        spaces: impl IntoIterator<Item = SpaceNeeds<'s, 'd>>,
+    ) -> Result<Self>
+    where
+        'd: 's,
+    {
         let (driver, m) = (body.driver, ids.len());
-        if let Some(index) = indexes.first() {
-            index.begin_prompt(room.first..room.first + m, room.rows)?;
-        }
-        let wants_prompts = room.packed || indexes.iter().any(|index| index.wants_prompts());
+        let space = |needs: SpaceNeeds<'s, 'd>| -> Result<PromptSpace<'d>> {
+            if let Some(index) = needs.indexes.first() {
+                index.begin_prompt(room.first..room.first + m, room.rows)?;
+            }
+            let wants_prompts = needs.packed || needs.indexes.iter().any(|index| index.wants_prompts());
+            Ok(PromptSpace {
+                prompts: if wants_prompts {
+                    Some(Prompts::new(driver, needs.shape)?)
+                } else {
+                    None
+                },
+                context: needs.context,
+                room: if needs.is_part {
+                    Some(HeadRoom::new(driver, needs.shape, room.rows)?)
+                } else {
+                    None
+                },
+            })
+        };
+        let spaces = spaces.into_iter().map(space).collect::<Result<_>>()?;
         let hidden = Buffer::new(driver, "hidden states", m * body.config.hidden_size)?;
         body.embed(&Buffer::of(driver, "ids", ids)?, m, &hidden)?;
         Ok(Self {
@@ -76,17 +132,14 @@ impl<'d> PromptPass<'d> {
             m,
             work: body.workspace(room.rows)?,
             hidden,
-            prompts: match wants_prompts {
-                true => Some(Prompts::new(driver, room.shape)?),
-                false => None,
-            },
-            context,
+            spaces,
         })
     }
 
-    /// Removes the previous layer's keys and values from the context.
+    /// Removes the previous layer's keys and values from the contexts.
     pub fn begin_layer(&mut self) -> Result<()> {
-        self.context.as_mut().map_or(Ok(()), LayerContext::clear)
+        let contexts = self.spaces.iter_mut().filter_map(|space| space.context.as_mut());
+        contexts.into_iter().try_for_each(LayerContext::clear)
     }
 
     /// Returns rows `start..start + n` of the hidden states.
@@ -96,91 +149,134 @@ impl<'d> PromptPass<'d> {
     }
 
     /// Returns the rotated queries of the last chunk.
-    pub fn queries(&self) -> Queries<'_> {
+    fn queries<'s>(&'s self, space: &'s PromptSpace<'d>) -> Queries<'s> {
         Queries {
-            rows: &self.work.q_rope,
+            rows: space.room.as_ref().map_or(&self.work.q_rope, |room| &room.q_rope),
             m: (self.m - 1) % ROWS + 1,
         }
     }
 
-    /// Packs the whole prompt into the layer's 2-bit cache, once all of it has passed the layer.
+    /// Packs the whole prompt into a part's 2-bit cache, once all of it has passed the layer.
     ///
     /// # Errors
     /// More full-precision tokens than there is room for.
-    pub fn pack(&self, layout: Layout, positions: &Positions<'d>, to: &mut PackedLayer<'d>) -> Result<()> {
-        let room = self.context.as_ref().zip(self.prompts.as_ref());
+    pub fn pack(
+        &self,
+        space: usize,
+        layout: Layout,
+        positions: &Positions<'d>,
+        to: &mut PackedLayer<'d>,
+    ) -> Result<()> {
+        let space = &self.spaces[space];
+        let room = space.context.as_ref().zip(space.prompts.as_ref());
         let (LayerContext { rows, .. }, prompts) = room.ok_or_else(no_rows)?;
-        prompts.pack(rows, self.queries(), layout, positions, to)
+        prompts.pack(rows, self.queries(space), layout, positions, to)
     }
 
-    /// Returns the keys and values that a layer attends.
-    pub fn attended<'s>(&'s self, layer: &PromptLayer<'s, 'd>) -> Result<&'s LayerRows<'d>> {
-        let context = self.context.as_ref().map(|context| &context.rows);
-        let rows = context.or(layer.cache.and_then(LayerCache::plain));
-        rows.ok_or_else(no_rows)
+    /// Appends the `n` keys and values that were projected last to the context of the first shape.
+    pub fn append(&mut self, n: usize) -> Result<()> {
+        let context = self.spaces.first_mut().and_then(|space| space.context.as_mut());
+        context
+            .ok_or_else(no_rows)?
+            .append(&self.work.k_rope, &self.work.v, n)
     }
 
-    /// Appends the `n` keys and values that were projected last to the context or, if there is none, to the cache.
-    pub fn append(&mut self, cache: Option<(&LayerCache<'d>, &Positions<'d>)>, n: usize) -> Result<()> {
-        let (keys, values) = (&self.work.k_rope, &self.work.v);
-        match (&mut self.context, cache) {
-            (Some(context), _) => context.append(keys, values, n),
-            (None, Some((cache, positions))) => cache.append(keys, values, n, positions),
-            (None, None) => Err(no_rows()),
-        }
-    }
-
-    /// Runs all rows through a layer and appends their keys and values to its context or cache. `store` sees the keys
-    /// and values of each chunk. Afterwards the layer's positions count the whole prompt.
+    /// Runs all rows through a layer and appends their keys and values to its contexts or caches. `own` has the positions of
+    /// each shape that does not share those of the model. `store` sees the keys and values of each chunk. Afterwards the
+    /// layer's positions count the whole prompt.
     pub fn run(
         &mut self,
         model: &mut DeviceModel<'d>,
+        own: &mut [Option<Windows<'d>>],
         layer: &PromptLayer<'_, 'd>,
         store: &mut dyn FnMut(&Workspace<'d>, usize) -> Result<()>,
     ) -> Result<()> {
         let is_last = layer.number + 1 == model.body.layers.len();
         let weights = &model.body.layers[layer.number];
-        let positions = model.windows.of_mut(layer.number);
         for start in (0..self.m).step_by(ROWS) {
             env::check()?;
             let n = ROWS.min(self.m - start);
             let at = self.first + start;
+            // Only the last position of the last layer's output is needed.
+            let is_wanted = !is_last || start + n == self.m;
+            let positions = model.windows.of_mut(layer.number);
             positions.set(&[at as u32])?;
             positions.advance(n)?;
             let last = RowPositions::Last(positions);
             self.work
                 .project(weights, &self.rows(start, n), n, n, &model.rotation, last)?;
-            self.append(layer.cache.map(|cache| (cache, &*positions)), n)?;
-            let (work, rows) = (&self.work, self.attended(layer)?);
-            layer.index.extend(&Chunk {
-                queries: work.queries(),
-                keys: work.keys(),
-                m: n,
-                rows,
-                positions,
-            })?;
-            store(work, n)?;
-            // Only the last position of the last layer's output is needed.
-            if !is_last || start + n == self.m {
-                rows.attend_prompt(&work.q_rope, at, n, weights.window, &work.attended)?;
+            let positions = &*positions;
+            for part in &layer.parts {
+                let (work, space) = (&self.work, &mut self.spaces[part.space]);
+                let positions = match own.get_mut(part.space) {
+                    Some(Some(windows)) => {
+                        let positions = windows.of_mut(layer.number);
+                        positions.set(&[at as u32])?;
+                        positions.advance(n)?;
+                        &*positions
+                    }
+                    _ => positions,
+                };
+                let gathered = space.room.as_ref().zip(part.heads);
+                if let Some((room, heads)) = gathered {
+                    room.gather(work, heads, n)?;
+                }
+                let room = gathered.map(|(room, _)| room);
+                let (queries, keys) = room.map_or_else(
+                    || (work.queries(), work.keys()),
+                    |room| (room.queries(), room.keys()),
+                );
+                let (values, out) = room.map_or((&work.v, &work.attended), |room| (&room.v, &room.attended));
+                match (&mut space.context, part.cache) {
+                    (Some(context), _) => context.append(keys.rope, values, n)?,
+                    (None, Some(cache)) => cache.append(keys.rope, values, n, positions)?,
+                    (None, None) => return Err(no_rows()),
+                }
+                let rows = space.attended(part)?;
+                part.index.extend(&Chunk {
+                    queries,
+                    keys,
+                    m: n,
+                    rows,
+                    positions,
+                })?;
+                if is_wanted {
+                    rows.attend_prompt(queries.rope, at, n, weights.window, out)?;
+                    if let Some((room, heads)) = space.room.as_ref().zip(part.heads) {
+                        room.scatter(work, heads, n)?;
+                    }
+                }
+            }
+            store(&self.work, n)?;
+            if is_wanted {
                 let hidden = self.rows(start, n);
-                work.finish(weights, &hidden, n)?;
-                let values = n * work.sizes.hidden;
+                self.work.finish(weights, &hidden, n)?;
+                let values = n * self.work.sizes.hidden;
                 model.space.finite.look(&hidden, values, layer.number)?;
             }
         }
         Ok(())
     }
 
-    /// Adds the whole prompt to the layer's index, once all of it has passed the layer.
-    pub fn end_layer(&self, model: &DeviceModel<'d>, layer: &PromptLayer<'_, 'd>) -> Result<()> {
-        layer.index.end_of_prompt(&WholePrompt {
-            rows: self.attended(layer)?,
-            cache: layer.cache,
-            queries: self.queries(),
-            prompts: self.prompts.as_ref(),
-            positions: model.windows.of(layer.number),
-        })
+    /// Adds the whole prompt to the layer's indexes, once all of it has passed the layer. `own` is as in [`PromptPass::run`].
+    pub fn end_layer(
+        &self,
+        model: &DeviceModel<'d>,
+        own: &[Option<Windows<'d>>],
+        layer: &PromptLayer<'_, 'd>,
+    ) -> Result<()> {
+        for part in &layer.parts {
+            let space = &self.spaces[part.space];
+            let windows = own.get(part.space).and_then(Option::as_ref);
+            part.index.end_of_prompt(&WholePrompt {
+                rows: space.attended(part)?,
+                cache: part.cache,
+                queries: self.queries(space),
+                prompts: space.prompts.as_ref(),
+                positions: windows.unwrap_or(&model.windows).of(layer.number),
+            })?;
+        }
+        Ok(())
     }
 }
 

@@ -192,9 +192,10 @@ fn fitting(free: u64, beyond: [u64; 2], need: &dyn Fn(usize) -> Result<u64>) -> 
         };
         let guess = guess.clamp(low[0] + 1, high[0] - 1);
         let bytes = need(guess as usize)?;
-        match bytes <= free {
-            true => low = [guess, bytes],
-            false => high = [guess, bytes],
+        if bytes <= free {
+            low = [guess, bytes]
+        } else {
+            high = [guess, bytes]
         }
         last = [last[1], [guess, bytes]];
     }
@@ -225,9 +226,10 @@ pub(super) fn shown(bytes: u64, up: bool) -> String {
         _ => (1 << 30, "GiB", 100),
     };
     let scaled = u128::from(bytes) * steps;
-    let rounded = match up {
-        true => scaled.div_ceil(unit.into()),
-        false => scaled / u128::from(unit),
+    let rounded = if up {
+        scaled.div_ceil(unit.into())
+    } else {
+        scaled / u128::from(unit)
     };
     format!("{} {name}", rounded as f64 / steps as f64)
 }

@@ -114,7 +114,9 @@ impl<'a> Sequences<'a> {
     fn host_bytes(&self, positions: usize) -> usize {
         match self.rows {
             RowsIn::Device => 0,
-            RowsIn::Host => room::row_bytes(&self.source.decoder.config, &self.with.1, positions),
+            RowsIn::Host => {
+                room::row_bytes(&self.source.decoder.config, self.with.0, &self.with.1, positions)
+            }
         }
     }
 }

@@ -158,9 +158,10 @@ mod fault {
 
     /// Counts a change that needs disk space; fails if the disk is to be full.
     pub fn growth(part: impl FnOnce()) -> io::Result<()> {
-        match point(part) {
-            true => Err(io::Error::from_raw_os_error(libc::ENOSPC)),
-            false => Ok(()),
+        if point(part) {
+            Err(io::Error::from_raw_os_error(libc::ENOSPC))
+        } else {
+            Ok(())
         }
     }
 }

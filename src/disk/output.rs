@@ -43,9 +43,10 @@ impl Output {
     pub fn create(path: &Path) -> Result<Self> {
         // Renaming a file onto a device node would replace the device.
         if path.exists() && !path.is_file() {
-            let what = match path.is_dir() {
-                true => "a folder",
-                false => "not a regular file",
+            let what = if path.is_dir() {
+                "a folder"
+            } else {
+                "not a regular file"
             };
             let error = Error::invalid(format!("cannot write {}: it is {what}", path.display()));
             return Err(error.hint("choose another name for the output"));
@@ -123,9 +124,10 @@ impl Output {
         let failed = |e| Error::io(&path, "write", &e);
         let (temp, _listed) = self.complete().map_err(failed)?;
         fault::point(|| {});
-        let persisted = match is_new {
-            true => temp.persist_noclobber(&path),
-            false => temp.persist(&path),
+        let persisted = if is_new {
+            temp.persist_noclobber(&path)
+        } else {
+            temp.persist(&path)
         };
         sync_folder(&path);
         match persisted {

@@ -168,16 +168,15 @@ impl Moments {
         let layers = read(SUM)?.into_iter().zip(counts());
         let layers = layers.map(|(sum_qq, count)| LayerMoments { sum_qq, count });
         // Versions that write one of these tensors write both.
-        let sums = match store
+        let sums = if !store
             .specs()
             .any(|spec| [PRE, ROPE].contains(&spec.name.as_str()))
         {
-            false => None,
-            true => {
-                let sums = read(PRE)?.into_iter().zip(read(ROPE)?).zip(counts());
-                let sums = sums.map(|((pre, rope), count)| QuerySums { pre, rope, count });
-                Some(sums.collect())
-            }
+            None
+        } else {
+            let sums = read(PRE)?.into_iter().zip(read(ROPE)?).zip(counts());
+            let sums = sums.map(|((pre, rope), count)| QuerySums { pre, rope, count });
+            Some(sums.collect())
         };
         Ok(Self {
             layers: layers.collect(),

@@ -91,19 +91,21 @@ impl Dump {
 
     /// Fails if the dump does not keep the queries.
     pub fn check_queries(&self) -> Result<()> {
-        match self.options.queries {
-            true => Ok(()),
-            false => Err(Error::not_found(format!("{} contains no queries", self.shown()))
-                .hint("recreate the dump with ⟨queries⟩, or with ⟨queries⟩ ⟨values⟩, which every section can be made of")),
+        if self.options.queries {
+            Ok(())
+        } else {
+            Err(Error::not_found(format!("{} contains no queries", self.shown()))
+        .hint("recreate the dump with ⟨queries⟩, or with ⟨queries⟩ ⟨values⟩, which every section can be made of"))
         }
     }
 
     /// Fails if the dump does not keep the values.
     pub fn check_values(&self) -> Result<()> {
-        match self.options.values {
-            true => Ok(()),
-            false => Err(Error::not_found(format!("{} contains no values", self.shown()))
-                .hint("recreate the dump with ⟨queries⟩ ⟨values⟩")),
+        if self.options.values {
+            Ok(())
+        } else {
+            Err(Error::not_found(format!("{} contains no values", self.shown()))
+                .hint("recreate the dump with ⟨queries⟩ ⟨values⟩"))
         }
     }
 

@@ -88,8 +88,11 @@ fn again(manifest: &DumpManifest, shard: &str) -> String {
     } = manifest.options;
     let text = &manifest.origin.calibration;
     let flag = |given: bool, flag: &'static str| if given { flag } else { "" };
+    let precision = manifest.origin.precision.map_or_else(String::new, |precision| {
+        format!(" ⟨precision={}⟩", precision.as_str())
+    });
     format!(
-        "make it with `kvsmith dump ⟨model=DIR⟩ TEXT{}{} ⟨dtype={}⟩ ⟨wrope_position={wrope_position}⟩ ⟨seq_len={}⟩ ⟨seed={}⟩ ⟨shard={shard}⟩ ⟨output=DIR⟩`, and the same model and text as for the others",
+        "make it with `kvsmith dump ⟨model=DIR⟩ TEXT{}{}{precision} ⟨dtype={}⟩ ⟨wrope_position={wrope_position}⟩ ⟨seq_len={}⟩ ⟨seed={}⟩ ⟨shard={shard}⟩ ⟨output=DIR⟩`, and the same model and text as for the others",
         flag(queries, " ⟨queries⟩"),
         flag(values, " ⟨values⟩"),
         dtype.name().to_lowercase(),
@@ -135,8 +138,9 @@ pub(super) fn join_blocks(
         let own = corpus.manifest();
         own == *text && (&own.kinds, &own.documents) == (&text.kinds, &text.documents)
     };
-    match corpus.is_consistent() && is_right() && corpus.kept() == kept {
-        true => Ok((kept, corpus)),
-        false => Err("`calibration` does not match tokens.safetensors"),
+    if corpus.is_consistent() && is_right() && corpus.kept() == kept {
+        Ok((kept, corpus))
+    } else {
+        Err("`calibration` does not match tokens.safetensors")
     }
 }

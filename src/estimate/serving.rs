@@ -4,7 +4,8 @@
 use super::line::Line;
 use crate::error::Result;
 use crate::heap::free_bytes;
-use crate::kv::{Budget, KvType};
+use crate::kv::format::FORMATS;
+use crate::kv::{Budget, KvType, RowFormat};
 use crate::method::bench::{Bench, BenchParams};
 use crate::method::registry::{FULL, METHODS};
 use crate::model::{ModelConfig, Sizes};
@@ -97,7 +98,12 @@ impl Serving {
         let mut serving = Self {
             layers: [full, sliding.len()],
             context: config.max_position_embeddings,
-            caches: [KvType::F32, KvType::Bf16, KvType::TwoBit].map(cache).into(),
+            // Rows in f16 take the bytes of those in bf16.
+            caches: FORMATS
+                .iter()
+                .filter(|format| **format != RowFormat::F16)
+                .map(|format| cache(KvType::both(*format)))
+                .collect(),
             weights_s: None,
             methods: Vec::new(),
         };
@@ -134,7 +140,7 @@ fn timed(
                 context,
                 params: params.clone(),
                 budget: Budget::Fraction(0.06),
-                kv: KvType::Bf16,
+                kv: KvType::BF16,
                 seed,
             };
             let Some(step) = layer.fastest(method)? else {

@@ -350,9 +350,10 @@ impl Small {
         };
         let ((x0, t0), (x1, t1)) = (of(short), of(long));
         // Both runs may read equally many queries; no line passes through two equal amounts.
-        match x1 > x0 {
-            true => Line::through([x0, x1], [t0, t1]).at(work),
-            false => t1 * work / x1.max(1.0),
+        if x1 > x0 {
+            Line::through([x0, x1], [t0, t1]).at(work)
+        } else {
+            t1 * work / x1.max(1.0)
         }
     }
 }

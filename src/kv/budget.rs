@@ -2,6 +2,8 @@
 
 use std::str::FromStr;
 
+use serde::{Deserialize, Deserializer, Serialize, Serializer};
+
 use crate::error::Error;
 use crate::numbers::plain;
 
@@ -15,6 +17,9 @@ pub enum Budget {
 }
 
 impl Budget {
+    /// The budget of a run that says none: 6% of the context.
+    pub const USUAL: Self = Self::Fraction(0.06);
+
     /// Returns the number of positions for a visible context of n: max(1, floor(X n)), or X itself.
     pub fn positions(self, n: usize) -> usize {
         match self {
@@ -52,6 +57,26 @@ impl FromStr for Budget {
         } else {
             Err(wrong())
         }
+    }
+}
+
+impl Serialize for Budget {
+    fn serialize<S: Serializer>(&self, to: S) -> Result<S::Ok, S::Error> {
+        match self {
+            Self::Fraction(x) => to.serialize_f64(*x),
+            Self::Count(b) => to.serialize_u64(*b as u64),
+        }
+    }
+}
+
+/// From a number, or a text as on the command line.
+impl<'de> Deserialize<'de> for Budget {
+    fn deserialize<D: Deserializer<'de>>(from: D) -> Result<Self, D::Error> {
+        let text = match serde_json::Value::deserialize(from)? {
+            serde_json::Value::String(text) => text,
+            value => value.to_string(),
+        };
+        text.parse().map_err(serde::de::Error::custom)
     }
 }
 

@@ -11,23 +11,23 @@
 //! prompt, or from all rows while few are cached.
 
 mod attend;
-mod layout;
 mod two_bit;
 
 use std::ops::Range;
 
 use half::f16;
-use ndarray::{ArrayView1, ArrayView2, ArrayView3, Axis, s};
+use ndarray::{Array1, ArrayView1, ArrayView2, ArrayView3, Axis, s};
 use rayon::prelude::*;
 
+pub use super::layout::{Center, FULL, Layout};
 use super::lines::AlignedVec;
+use super::rows::{Format, Part, Prompted, RowCache, Signs};
 use crate::compute::attention::{self, CachedRows, GroupQueries, OutputSums, Run};
 use crate::compute::simd;
-pub use layout::{Center, Layout};
-use two_bit::{TwoBit, saturating_f16};
+use crate::float::saturating_f16;
+use crate::parameters::Word;
+use two_bit::TwoBit;
 
-/// Most positions that keep half precision.
-pub const FULL: usize = 64;
 /// A prompt that finds fewer cached positions recomputes center and scale from all of them.
 pub const REFIT: usize = 128;
 /// Channels that share a scale and a zero point.
@@ -80,8 +80,53 @@ impl FullRows {
         Some(&self.rows[i * d..(i + 1) * d])
     }
 
+    /// Keeps the rows of the positions `full`. Those before `first` have theirs already; `row` returns the others.
+    fn keep(&mut self, full: Vec<u32>, first: usize, d: usize, row: impl Fn(usize) -> Array1<f16>) {
+        let mut rows = Vec::with_capacity(full.len() * d);
+        for p in full.iter().map(|p| *p as usize) {
+            if p < first {
+                rows.extend(self.get(p, d).expect("a position that kept half precision"));
+            } else {
+                rows.extend(row(p));
+            }
+        }
+        (self.positions, self.rows) = (full, rows);
+    }
+
     fn bytes(&self) -> usize {
         self.positions.capacity() * 4 + self.rows.capacity() * 2
+    }
+}
+
+/// Keys and values in 2 bits.
+pub(super) struct TwoBits;
+
+impl Format for TwoBits {
+    fn word(&self) -> Word {
+        Word {
+            name: "2bit",
+            help: "Signs, 2-bit magnitudes and 2-bit values, and up to 64 positions in f16 (Self-Indexing KVCache)",
+        }
+    }
+
+    fn arrays(&self, part: Part, d: usize) -> [Option<usize>; 2] {
+        let signs = (part == Part::Keys).then(|| sign_bytes(d));
+        [Some(two_bit::width(d)), signs]
+    }
+
+    fn has_signs(&self) -> bool {
+        true
+    }
+
+    fn keeps_rows(&self) -> bool {
+        false
+    }
+
+    fn cache(&self, part: Part, d: usize, capacity: usize, layout: Layout) -> Box<dyn RowCache> {
+        match part {
+            Part::Keys => Box::new(SignRows::new(d, layout, capacity)),
+            Part::Values => Box::new(ValueRows::new(d, layout, capacity)),
+        }
     }
 }
 
@@ -139,24 +184,6 @@ impl SignRows {
             .collect();
     }
 
-    /// Appends keys, `[m,d]`, with the present center and scale.
-    fn extend(&mut self, keys: ArrayView2<f32>) {
-        extend_signs(&mut self.signs, keys, &self.centers);
-        let mut relative = vec![0.0; self.d];
-        for key in keys.rows() {
-            let scale = self.centers.iter().zip(&self.alpha);
-            for ((x, k), (center, alpha)) in relative.iter_mut().zip(key).zip(scale) {
-                let relative = (k - center) / alpha;
-                *x = if self.layout.signed {
-                    relative.abs()
-                } else {
-                    relative
-                };
-            }
-            self.magnitudes.push(&relative);
-        }
-    }
-
     /// Reads a row as f32, with the center added.
     ///
     /// # Source
@@ -192,10 +219,66 @@ impl SignRows {
     pub fn full_positions(&self) -> &[u32] {
         &self.full.positions
     }
+}
+
+impl RowCache for SignRows {
+    /// Appends keys, `[m,d]`, with the present center and scale.
+    fn extend(&mut self, keys: ArrayView2<f32>) {
+        extend_signs(&mut self.signs, keys, &self.centers);
+        let mut relative = vec![0.0; self.d];
+        for key in keys.rows() {
+            let scale = self.centers.iter().zip(&self.alpha);
+            for ((x, k), (center, alpha)) in relative.iter_mut().zip(key).zip(scale) {
+                let relative = (k - center) / alpha;
+                *x = if self.layout.signed {
+                    relative.abs()
+                } else {
+                    relative
+                };
+            }
+            self.magnitudes.push(&relative);
+        }
+    }
+
+    /// If fewer than [`REFIT`] positions are cached, center and scale are computed anew from all rows.
+    fn prompt(&mut self, _: Part, prompted: &Prompted) {
+        let (first, keys) = (self.len(), prompted.keys);
+        let full = kept_full(prompted, &self.full, first, self.layout.full);
+        let start = restart(first);
+        if first < REFIT {
+            self.fit(keys, &full);
+            self.signs.clear();
+            self.magnitudes.clear();
+        }
+        self.extend(keys.slice(s![start.., ..]));
+        let centers = ArrayView1::from(&self.centers);
+        let row = |p: usize| (keys.row(p).to_owned() - centers).mapv(saturating_f16);
+        self.full.keep(full, start, self.d, row);
+    }
+
+    fn fork(&mut self) -> Box<dyn RowCache> {
+        self.copy()
+    }
+
+    fn copy(&self) -> Box<dyn RowCache> {
+        Box::new(self.clone())
+    }
+
+    fn len(&self) -> usize {
+        self.signs.len() / sign_bytes(self.d)
+    }
 
     fn bytes(&self) -> usize {
         let fixed = (self.centers.capacity() + self.alpha.capacity()) * 4;
         self.signs.bytes() + self.magnitudes.bytes() + self.full.bytes() + fixed
+    }
+
+    fn signs(&self) -> Option<Signs<'_>> {
+        Some(Signs {
+            centers: &self.centers,
+            rows: &self.signs,
+            full: &self.full.positions,
+        })
     }
 }
 
@@ -245,9 +328,10 @@ impl CachedRows for SignRows {
     }
 
     fn scores(&self, queries: &GroupQueries, run: &Run, out: &mut [f32], stride: usize) {
-        match attend::in_groups(self.d) {
-            true => attend::scores(self, queries, run, out, stride),
-            false => attention::widened_scores(self, queries, run, out, stride),
+        if attend::in_groups(self.d) {
+            attend::scores(self, queries, run, out, stride)
+        } else {
+            attention::widened_scores(self, queries, run, out, stride)
         }
     }
 }
@@ -257,6 +341,18 @@ impl CachedRows for SignRows {
 pub struct ValueRows {
     values: TwoBit,
     full: FullRows,
+    /// Most positions that keep half precision.
+    most: usize,
+}
+
+impl ValueRows {
+    fn new(d: usize, layout: Layout, capacity: usize) -> Self {
+        Self {
+            values: TwoBit::new(d, capacity),
+            full: FullRows::default(),
+            most: layout.full,
+        }
+    }
 }
 
 impl CachedRows for ValueRows {
@@ -273,14 +369,67 @@ impl CachedRows for ValueRows {
     }
 
     fn add(&self, weights: &[f32], stride: usize, run: &Run, sums: &mut OutputSums) {
-        match attend::in_groups(self.values.d) {
-            true => attend::add(self, weights, stride, run, sums),
-            false => attention::widened_add(self, weights, stride, run, sums),
+        if attend::in_groups(self.values.d) {
+            attend::add(self, weights, stride, run, sums)
+        } else {
+            attention::widened_add(self, weights, stride, run, sums)
         }
     }
 }
 
-/// The data of a [`Packed`] besides signs, center and the positions in half precision. In arrays of two,
+impl RowCache for ValueRows {
+    fn extend(&mut self, rows: ArrayView2<f32>) {
+        let mut row = vec![0.0; self.values.d];
+        for value in rows.rows() {
+            row.iter_mut().zip(value).for_each(|(r, v)| *r = *v);
+            self.values.push(&row);
+        }
+    }
+
+    fn prompt(&mut self, _: Part, prompted: &Prompted) {
+        let first = self.len();
+        let full = kept_full(prompted, &self.full, first, self.most);
+        let start = restart(first);
+        if start < first {
+            self.values.clear();
+        }
+        self.extend(prompted.values.slice(s![start.., ..]));
+        let row = |p: usize| prompted.values.row(p).mapv(saturating_f16);
+        self.full.keep(full, start, self.values.d, row);
+    }
+
+    fn fork(&mut self) -> Box<dyn RowCache> {
+        self.copy()
+    }
+
+    fn copy(&self) -> Box<dyn RowCache> {
+        Box::new(self.clone())
+    }
+
+    fn len(&self) -> usize {
+        self.values.len()
+    }
+
+    fn bytes(&self) -> usize {
+        self.values.bytes() + self.full.bytes()
+    }
+}
+
+/// Returns the positions that keep half precision after a prompt: the best-scored ones ([`best_scored`], at most `most`) among
+/// those that have it and those from `first` on.
+fn kept_full(prompted: &Prompted, full: &FullRows, first: usize, most: usize) -> Vec<u32> {
+    let kept = full.positions.iter().map(|p| *p as usize);
+    let candidates = kept.chain(first..prompted.keys.nrows());
+    let seen = candidates.filter(|p| prompted.visible.contains(p));
+    best_scored(prompted.query, seen, prompted.keys, most)
+}
+
+/// Returns the first row that a prompt stores if `cached` rows are cached: all of them if there are fewer than [`REFIT`].
+fn restart(cached: usize) -> usize {
+    if cached < REFIT { 0 } else { cached }
+}
+
+/// The data of 2-bit keys and values besides signs, center and the positions in half precision. In arrays of two,
 /// keys come first, then values.
 pub struct Parts<'a> {
     /// Whether keys are stored as signs and magnitudes.
@@ -295,7 +444,7 @@ pub struct Parts<'a> {
     pub full: [&'a [f16]; 2],
 }
 
-/// Keys and values of one KV head in 2 bits.
+/// Keys and values of one KV head in 2 bits, for those who look at how they are stored.
 #[derive(Clone)]
 pub struct Packed {
     /// Keys.
@@ -307,22 +456,14 @@ pub struct Packed {
 impl Packed {
     /// Makes an empty cache with space for `capacity` positions.
     pub fn new(d: usize, layout: impl Into<Layout>, capacity: usize) -> Self {
+        let layout = layout.into();
         Self {
-            keys: SignRows::new(d, layout.into(), capacity),
-            values: ValueRows {
-                values: TwoBit::new(d, capacity),
-                full: FullRows::default(),
-            },
+            keys: SignRows::new(d, layout, capacity),
+            values: ValueRows::new(d, layout, capacity),
         }
     }
 
-    /// Appends the rows of a prompt. `keys` and `values`, `[n,d]`, are the rows of every position, earlier
-    /// ones as read from the cache; `query`, `[d]`, is the prompt's last query averaged over the query
-    /// group, and `visible` the positions that this query sees.
-    ///
-    /// If fewer than [`REFIT`] positions are cached, center and scale are recomputed from all rows. Half
-    /// precision goes to the best-scored positions ([`best_scored`], at most [`Layout::full`]) among the
-    /// prompt's and those that had it before.
+    /// Appends the rows of a prompt; the arguments are the fields of [`Prompted`].
     pub fn prompt(
         &mut self,
         keys: ArrayView2<f32>,
@@ -330,63 +471,20 @@ impl Packed {
         query: &[f32],
         visible: Range<usize>,
     ) {
-        let first = self.len();
-        let kept = self.keys.full.positions.iter().map(|p| *p as usize);
-        let candidates = kept.chain(first..keys.nrows());
-        let full = best_scored(
+        let prompted = Prompted {
+            keys: keys.reborrow(),
+            values: values.reborrow(),
             query,
-            candidates.filter(|p| visible.contains(p)),
-            keys,
-            self.keys.layout.full,
-        );
-        let mut start = first;
-        if first < REFIT {
-            start = 0;
-            self.keys.fit(keys, &full);
-            self.clear();
-        }
-        let new = s![start.., ..];
-        self.extend(keys.slice(new), values.slice(new));
-        self.keep_full(full, keys, values, start);
-    }
-
-    /// Keeps the rows of the positions `full` in half precision. `keys` and `values` hold the rows of all positions; a
-    /// position before `first` already has its half-precision rows, which stay.
-    fn keep_full(&mut self, full: Vec<u32>, keys: ArrayView2<f32>, values: ArrayView2<f32>, first: usize) {
-        let d = self.keys.d;
-        let room = full.len() * d;
-        let (mut key_rows, mut value_rows) = (Vec::with_capacity(room), Vec::with_capacity(room));
-        for p in full.iter().map(|p| *p as usize) {
-            if p < first {
-                let kept = "a position that kept half precision";
-                key_rows.extend(self.keys.full.get(p, d).expect(kept));
-                value_rows.extend(self.values.full.get(p, d).expect(kept));
-                continue;
-            }
-            let centered = keys.row(p).to_owned() - ArrayView1::from(&self.keys.centers);
-            key_rows.extend(centered.mapv(saturating_f16));
-            value_rows.extend(values.row(p).mapv(saturating_f16));
-        }
-        let (keys, values) = (&mut self.keys.full, &mut self.values.full);
-        (keys.positions, keys.rows) = (full.clone(), key_rows);
-        (values.positions, values.rows) = (full, value_rows);
-    }
-
-    /// Removes all 2-bit rows.
-    fn clear(&mut self) {
-        self.keys.signs.clear();
-        self.keys.magnitudes.clear();
-        self.values.values.clear();
+            visible,
+        };
+        self.keys.prompt(Part::Keys, &prompted);
+        self.values.prompt(Part::Values, &prompted);
     }
 
     /// Appends keys and values, `[m,d]` each, with the center and the scale of the prompt.
     pub fn extend(&mut self, keys: ArrayView2<f32>, values: ArrayView2<f32>) {
         self.keys.extend(keys);
-        let mut row = vec![0.0; self.keys.d];
-        for value in values.rows() {
-            row.iter_mut().zip(value).for_each(|(r, v)| *r = *v);
-            self.values.values.push(&row);
-        }
+        self.values.extend(values);
     }
 
     /// Returns the arrays that a device needs besides the signs.
@@ -403,7 +501,7 @@ impl Packed {
 
     /// Counts the positions.
     pub fn len(&self) -> usize {
-        self.keys.signs.len() / sign_bytes(self.keys.d)
+        self.keys.len()
     }
 
     /// Says whether there is no position.
@@ -413,7 +511,7 @@ impl Packed {
 
     /// Returns the bytes held.
     pub fn bytes(&self) -> usize {
-        self.keys.bytes() + self.values.values.bytes() + self.values.full.bytes()
+        self.keys.bytes() + self.values.bytes()
     }
 }
 

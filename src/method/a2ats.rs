@@ -31,7 +31,7 @@ use std::sync::Arc;
 use ndarray::{ArrayView2, s};
 
 use super::cuda::CudaMethod;
-use super::declaration::{Ask, Declaration};
+use super::declaration::{Ask, Declaration, InVerdict};
 use super::{Choice, Method, Place, Prompt, Ranking, Reads, Retriever, Step, everything};
 use crate::error::{Error, Result};
 use crate::kv::lines::grow;
@@ -52,6 +52,7 @@ pub static METHOD: Declaration = Declaration {
     name: "a2ats",
     help: "Positions ranked by the score of their key's codeword under windowed RoPE (A2ATS, arXiv 2502.12665)",
     section: Some(SECTION),
+    verdict: InVerdict::IfCalibrated,
     prepare,
     bench: Some(&bench::A2atsBench),
 };
@@ -133,9 +134,10 @@ impl A2ats {
 
     /// Encodes and appends keys, given before and after rotation, `[m,d]`.
     fn take_in(&mut self, k_pre: ArrayView2<f32>, k_rope: ArrayView2<f32>) {
-        let codes = match self.codebook.is_pre_rope() {
-            true => self.codebook.encode(k_pre),
-            false => self.codebook.encode(k_rope),
+        let codes = if self.codebook.is_pre_rope() {
+            self.codebook.encode(k_pre)
+        } else {
+            self.codebook.encode(k_rope)
         };
         grow(&mut self.codes, codes.len()).extend(codes);
     }
@@ -158,9 +160,10 @@ impl Retriever for A2ats {
         let (Some(farthest), codes) = (runs.first(), &self.codes) else {
             return Choice::default();
         };
-        let q = match self.codebook.is_pre_rope() {
-            true => step.q_pre,
-            false => step.q_rope,
+        let q = if self.codebook.is_pre_rope() {
+            step.q_pre
+        } else {
+            step.q_rope
         };
         let buckets: Vec<usize> = runs.iter().map(|run| run.bucket).collect();
         let scores = self.codebook.scores_in(q, &buckets);

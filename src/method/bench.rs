@@ -3,7 +3,7 @@
 use rand_chacha::ChaCha8Rng;
 use serde_json::{Map, Value};
 
-use super::cuda::{Indexes, OnDevice};
+use super::cuda::{Indexes, OnDevice, ServedLayer};
 use super::{Place, Ranking, Retriever};
 use crate::artifact::Artifact;
 use crate::error::{Error, Result};
@@ -94,6 +94,13 @@ pub struct Contents<'a> {
     pub params: &'a BenchParams,
 }
 
+impl Contents<'_> {
+    /// Lists all layers with all their KV heads.
+    pub fn all(&self, at: OnDevice<'_>) -> Vec<ServedLayer> {
+        ServedLayer::all(self.limits, at.shape.kv_heads)
+    }
+}
+
 /// A method whose decode steps can be timed.
 pub trait Bench: Sync {
     /// Returns what can be timed on an NVIDIA GPU.
@@ -106,7 +113,8 @@ pub trait Bench: Sync {
         ParameterSet::NONE
     }
 
-    /// Returns the parameters with which a random index is like that of an artifact, by their names.
+    /// Returns the parameters with which a random index has the sizes of an artifact's, by their names; none if the artifact
+    /// lacks the method's section.
     fn parameters_of(&self, _artifact: &Artifact) -> Map<String, Value> {
         Map::new()
     }

@@ -73,9 +73,10 @@ impl Key for f32 {
     fn reaching(values: &[f32], bounds: [f32; 2]) -> [Vec<u64>; 2] {
         let (masks, has_nan) = masks::at_least_each(values, bounds);
         // The two zeros, and NaN, compare differently as floats than as keys.
-        match has_nan || bounds.iter().any(|bound| bound.key() == ZERO) {
-            true => bounds.map(|bound| words(values, |x| x.key() >= bound.key())),
-            false => masks,
+        if has_nan || bounds.iter().any(|bound| bound.key() == ZERO) {
+            bounds.map(|bound| words(values, |x| x.key() >= bound.key()))
+        } else {
+            masks
         }
     }
 }

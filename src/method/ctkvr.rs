@@ -21,7 +21,7 @@ use ndarray::{Array2, ArrayView2, Axis, s};
 
 use super::best::{Places, best_positions, largest};
 use super::cuda::CudaMethod;
-use super::declaration::Declaration;
+use super::declaration::{Declaration, InVerdict};
 use super::{Choice, Method, Place, Prompt, Reads, Retriever, Step, everything, except, softmax};
 use crate::compute::attention::visible;
 use crate::compute::layout::elements_mut;
@@ -45,6 +45,7 @@ pub static METHOD: Declaration = Declaration {
     name: "ctkvr",
     help: "Positions that similar past queries attended (CTkvr, arXiv 2512.15550)",
     section: None,
+    verdict: InVerdict::Always,
     prepare: |ask| Ok(Box::new(ask.params.ctkvr.clone())),
     bench: Some(&bench::CtkvrBench),
 };
@@ -105,9 +106,7 @@ impl Ctkvr {
     /// `MOST_BYTES`, but at least one.
     pub fn capacity(&self, n: usize) -> usize {
         let (r, d) = (self.place.group, self.place.head_dim);
-        let by_length = (n / TOKENS_PER_CENTROID)
-            .max(self.params.ct_probes)
-            .min(MOST_CENTROIDS);
+        let by_length = by_length(&self.params, n);
         let [by_default, given] = MOST_BYTES;
         let (wanted, share) = match self.params.ct_centroids {
             Some(count) => (count, given),
@@ -333,6 +332,13 @@ impl Retriever for Ctkvr {
     }
 }
 
+/// Counts the centroids of a context of `n` positions, before their bytes limit them.
+fn by_length(params: &CtkvrParams, n: usize) -> usize {
+    (n / TOKENS_PER_CENTROID)
+        .max(params.ct_probes)
+        .min(MOST_CENTROIDS)
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -364,9 +370,9 @@ mod tests {
             capacity
         };
         assert_eq!(capacity(KvType::F32), 273);
-        assert_eq!(capacity(KvType::Bf16), 136);
+        assert_eq!(capacity(KvType::BF16), 136);
         assert_eq!(capacity(KvType::F16), 136);
-        assert_eq!(capacity(KvType::TwoBit), 29);
+        assert_eq!(capacity(KvType::TWO_BIT), 29);
     }
 
     #[test]

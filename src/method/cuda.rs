@@ -61,6 +61,29 @@ impl OnDevice<'_> {
     }
 }
 
+/// A layer, and those of its KV heads that an index serves.
+#[derive(Clone, Debug)]
+pub struct ServedLayer {
+    /// Index of the layer.
+    pub layer: usize,
+    /// Indices of the KV heads in the layer, ascending; the index and its cache have them in this order.
+    pub heads: Vec<usize>,
+    /// The static set and the budget.
+    pub limits: Limits,
+}
+
+impl ServedLayer {
+    /// Serves all KV heads of every layer, from the first one on.
+    pub fn all(limits: &[Limits], kv_heads: usize) -> Vec<Self> {
+        let of = |(layer, limits): (usize, &Limits)| Self {
+            layer,
+            heads: (0..kv_heads).collect(),
+            limits: *limits,
+        };
+        limits.iter().enumerate().map(of).collect()
+    }
+}
+
 /// The number of sums that [`CudaIndex::tally`] adds to.
 pub const TALLIES: usize = 7;
 
@@ -76,6 +99,15 @@ pub(super) fn each_layer<'d, I: CudaIndex + 'd>(
     limits.iter().enumerate().map(boxed).collect()
 }
 
+/// Makes the index of every layer that is served.
+pub(super) fn each_served<'d, I: CudaIndex + 'd>(
+    layers: &[ServedLayer],
+    mut index: impl FnMut(&ServedLayer) -> Result<I>,
+) -> Result<Indexes<'d>> {
+    let boxed = |layer| Ok(Box::new(index(layer)?) as _);
+    layers.iter().map(boxed).collect()
+}
+
 /// A method that can choose on an NVIDIA GPU.
 pub trait CudaMethod {
     /// Returns whether the method's index supports what a session needs; by default it supports everything.
@@ -83,11 +115,11 @@ pub trait CudaMethod {
         true
     }
 
-    /// Makes the empty index of every layer; `limits` has one entry per layer.
+    /// Makes the empty index of every layer in `layers`, which each have as many KV heads as the shape.
     ///
     /// # Errors
     /// Sizes that the kernels do not support; out of memory.
-    fn indexes<'d>(&self, at: OnDevice<'d>, limits: &[Limits]) -> Result<Indexes<'d>>;
+    fn indexes<'d>(&self, at: OnDevice<'d>, layers: &[ServedLayer]) -> Result<Indexes<'d>>;
 }
 
 /// A chunk of a prompt; its rows are the last ones so far.
@@ -142,10 +174,10 @@ impl<'a> CudaStep<'a> {
     }
 }
 
-/// The index of one layer, for all its KV heads.
+/// The index of one layer, for some or all of its KV heads.
 pub trait CudaIndex {
     /// Allocates buffers for a prompt at the positions `prompt`, processed in chunks of up to `rows` rows. Called on
-    /// the index of the first layer only, on behalf of all layers.
+    /// the first index only of those that were made together, on behalf of all of them.
     ///
     /// # Errors
     /// Out of memory.
@@ -153,8 +185,7 @@ pub trait CudaIndex {
         Ok(())
     }
 
-    /// Frees the buffers of [`CudaIndex::begin_prompt`]. Called on the index of the first layer only, after all layers
-    /// are done.
+    /// Frees the buffers of [`CudaIndex::begin_prompt`]. Called on the same index, after all layers are done.
     fn end_prompt(&self) {}
 
     /// Returns whether [`CudaIndex::end_of_prompt`] needs the rows of a prompt in f32.
@@ -186,9 +217,9 @@ pub trait CudaIndex {
         Ok(())
     }
 
-    /// Adds this step's figures to `sums` `[TALLIES]`. First come three means over the layer's heads: the share of rows
+    /// Adds this step's figures to `sums` `[TALLIES]`. First come three means over the index's heads: the share of rows
     /// read and, where the method counts them, the shares of exact products and of bypassed query heads. Then come four
-    /// sums over the layer's heads: rows attended, keys ranked but not attended, choices of everything visible, and
+    /// sums over these heads: rows attended, keys ranked but not attended, choices of everything visible, and
     /// query heads bypassed.
     fn tally(
         &self,

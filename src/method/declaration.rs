@@ -16,10 +16,25 @@ pub struct Declaration {
     pub help: &'static str,
     /// The artifact section that the method reads, if any.
     pub section: Option<&'static str>,
+    /// When a verdict measures the method.
+    pub verdict: InVerdict,
     /// Prepares the method for a model, reading its section of the artifact.
     pub prepare: fn(&Ask) -> Result<Box<dyn Method>>,
     /// How the method is benchmarked on random data; `None` if it is not.
     pub bench: Option<&'static dyn Bench>,
+}
+
+/// When a verdict that names no methods measures a method.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum InVerdict {
+    /// If the artifact has its section.
+    IfCalibrated,
+    /// Always, although it has no section.
+    Always,
+    /// Always, as a bound for the others: it ranks by exact scores without paying for them.
+    Oracle,
+    /// Always, as what an index has to gain from: it chooses nothing besides the static set and the last positions.
+    Plain,
 }
 
 /// What a method is prepared from.

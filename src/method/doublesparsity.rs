@@ -24,7 +24,7 @@ use std::sync::Arc;
 use ndarray::{Array2, ArrayView2, s};
 
 use super::best::largest;
-use super::declaration::{Ask, Declaration};
+use super::declaration::{Ask, Declaration, InVerdict};
 use super::{Choice, Method, Place, Prompt, Reads, Retriever, Step, add_probabilities, everything};
 use crate::artifact::Artifact;
 use crate::compute::layout::elements_mut;
@@ -39,6 +39,7 @@ pub static METHOD: Declaration = Declaration {
     name: "doublesparsity",
     help: "Positions ranked by estimated attention, from a few calibrated channels of each key in 4 bits (Double Sparsity, arXiv 2408.07092)",
     section: Some(SECTION),
+    verdict: InVerdict::IfCalibrated,
     prepare,
     bench: None,
 };

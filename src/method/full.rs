@@ -1,18 +1,19 @@
 //! Exact attention: attends every visible position, whatever the budget.
 
 use super::bench::{Bench, BenchParams, Contents, Fill, NewHead, TimedLayer, TimedOnCuda};
-use super::cuda::{CudaIndex, CudaMethod, CudaStep, Indexes, OnDevice, each_layer};
-use super::declaration::Declaration;
+use super::cuda::{CudaIndex, CudaMethod, CudaStep, Indexes, OnDevice, ServedLayer, each_served};
+use super::declaration::{Declaration, InVerdict};
 use super::{Alike, Choice, Retriever, Step, everything};
 use crate::error::Result;
 use crate::kv::KvType;
-use crate::kv::cuda::{Limits, Selection};
+use crate::kv::cuda::Selection;
 
 /// The declaration of `full`.
 pub static METHOD: Declaration = Declaration {
     name: "full",
     help: "Full attention: exact attention to all visible positions",
     section: None,
+    verdict: InVerdict::IfCalibrated,
     prepare: |_| Ok(Box::new(Alike(Full))),
     bench: Some(&Full),
 };
@@ -28,8 +29,8 @@ impl Retriever for Full {
 }
 
 impl CudaMethod for Full {
-    fn indexes<'d>(&self, _: OnDevice<'d>, limits: &[Limits]) -> Result<Indexes<'d>> {
-        each_layer(limits, |_, _| Ok(Self))
+    fn indexes<'d>(&self, _: OnDevice<'d>, layers: &[ServedLayer]) -> Result<Indexes<'d>> {
+        each_served(layers, |_| Ok(Self))
     }
 }
 
@@ -57,6 +58,6 @@ impl Bench for Full {
     }
 
     fn indexes<'d>(&self, at: OnDevice<'d>, contents: &Contents<'_>) -> Result<Indexes<'d>> {
-        CudaMethod::indexes(self, at, contents.limits)
+        CudaMethod::indexes(self, at, &contents.all(at))
     }
 }

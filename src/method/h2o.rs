@@ -11,7 +11,7 @@ use std::ops::Range;
 use ndarray::ArrayView2;
 
 use super::best::best_positions;
-use super::declaration::Declaration;
+use super::declaration::{Declaration, InVerdict};
 use super::{Choice, Place, Prompt, Reads, Retriever, Step, everything};
 use crate::kv::lines::grow;
 
@@ -20,6 +20,7 @@ pub static METHOD: Declaration = Declaration {
     name: "h2o",
     help: "The positions that were attended most so far (H2O, arXiv 2306.14048)",
     section: None,
+    verdict: InVerdict::IfCalibrated,
     prepare: |_| Ok(Box::new(|place: &Place| H2o::new(place.model_window))),
     bench: None,
 };

@@ -30,7 +30,7 @@ use ndarray::{ArrayView1, ArrayView2, Axis, s};
 
 use super::best::Places;
 use super::cuda::CudaMethod;
-use super::declaration::Declaration;
+use super::declaration::{Declaration, InVerdict};
 use super::union::union_within;
 use super::{Choice, Method, Place, Prompt, Reads, Retriever, Step, everything, except, softmax};
 use crate::artifact::Artifact;
@@ -54,6 +54,7 @@ pub static METHOD: Declaration = Declaration {
     name: "lfps",
     help: "Candidates from where the head attended before, ranked by exact scores (LFPS, arXiv 2506.15704)",
     section: Some(priors::SECTION),
+    verdict: InVerdict::IfCalibrated,
     prepare: |ask| Ok(Box::new(LfpsMethod::new(&ask.params.lfps, ask.artifact)?)),
     bench: Some(&bench::LfpsBench),
 };
@@ -226,9 +227,10 @@ impl Lfps {
                 softmax(weights);
                 learnt += 1;
                 let entries = rest.zip(weights.iter().map(|w| f64::from(*w)));
-                match is_first {
-                    true => self.heads[a].learn(prompt.first + i, entries),
-                    false => self.heads[a].update(prompt.first + i, entries),
+                if is_first {
+                    self.heads[a].learn(prompt.first + i, entries)
+                } else {
+                    self.heads[a].update(prompt.first + i, entries)
                 }
             }
             if is_first {
@@ -237,7 +239,7 @@ impl Lfps {
         }
         self.observe_variance(prompt);
         // A prompt may change which rows a 2-bit cache keeps as full-precision tokens, so the sums start anew.
-        if prompt.kv.signs().is_some() {
+        if !prompt.kv.kind().keeps_rows() {
             self.mean = RunningMean::default();
         }
         let rest = self.rest(&visible(n - 1, self.place.model_window));
@@ -314,9 +316,10 @@ impl Retriever for Lfps {
         let all = self.heads.iter().all(|h| h.bypassed);
         Choice {
             // If every head is bypassed, only the keys of the local estimate have been read.
-            ranked: match all {
-                true => local.map(|p| p as u32).collect(),
-                false => except(&union, &positions),
+            ranked: if all {
+                local.map(|p| p as u32).collect()
+            } else {
+                except(&union, &positions)
             },
             products,
             positions,

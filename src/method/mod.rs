@@ -16,6 +16,7 @@ pub mod h2o;
 pub mod lfps;
 pub mod named;
 pub mod params;
+pub mod plan;
 pub mod pqcache;
 pub mod quest;
 pub mod random;
@@ -63,6 +64,17 @@ pub trait Method: Send + Sync {
         &[]
     }
 
+    /// Returns what a KV head may choose and how its rows are cached, if heads differ ([`plan`]); otherwise what holds for all.
+    fn limits(&self, _layer: usize, _kv_head: usize) -> Option<HeadLimits> {
+        None
+    }
+
+    /// Lists the parts of the model's KV heads that are served in different ways, if there are several; empty if this method
+    /// serves all of them alike.
+    fn parts(&self) -> Vec<MethodPart<'_>> {
+        Vec::new()
+    }
+
     /// Returns the tail of a KV head; by default, steps do not estimate what they leave out, so there is none.
     fn tail(&self, _place: &Place) -> Option<Tail> {
         None
@@ -89,6 +101,25 @@ impl<R: Retriever + CudaMethod + Clone + 'static> Method for Alike<R> {
     }
 }
 
+/// KV heads that are served in the same way.
+pub struct MethodPart<'m> {
+    /// Their method, which has no parts.
+    pub method: &'m dyn Method,
+    /// What each may choose, and how its rows are cached; `None` for what holds for the session.
+    pub limits: Option<HeadLimits>,
+    /// The heads of each layer, ascending.
+    pub heads: Vec<Vec<usize>>,
+}
+
+/// What a KV head may choose, and how its rows are cached.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct HeadLimits {
+    /// How many positions beyond the static set may be chosen.
+    pub budget: Budget,
+    /// The formats of its rows.
+    pub kv: KvType,
+}
+
 /// The place of a KV head in the model, and the settings of its run.
 #[derive(Clone, Copy, Debug)]
 pub struct Place {
@@ -108,7 +139,7 @@ pub struct Place {
     pub window: usize,
     /// How many positions beyond the static set may be chosen.
     pub budget: Budget,
-    /// Element type of the cache.
+    /// The formats of the cache.
     pub kv: KvType,
 }
 

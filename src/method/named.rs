@@ -24,10 +24,9 @@ pub struct Named {
 }
 
 impl Named {
-    /// Lists the methods with a section in an artifact, and some others by name, without tails.
-    pub fn calibrated(artifact: &Artifact, others: &[&str]) -> Vec<Self> {
-        let is_usual =
-            |method: &&MethodName| method.is_calibrated(artifact) || others.contains(&method.as_str());
+    /// Lists the methods with a section in an artifact, and some others, without tails; in the order of the registry.
+    pub fn calibrated(artifact: &Artifact, others: &[MethodName]) -> Vec<Self> {
+        let is_usual = |method: &&MethodName| method.is_calibrated(artifact) || others.contains(method);
         let named = |method: &MethodName| Self {
             method: *method,
             tail: false,
@@ -53,9 +52,10 @@ impl Named {
     /// As [`MethodName::prepare`]; the artifact has no tails.
     pub fn prepare(self, ask: &Ask) -> Result<Box<dyn Method>> {
         let method = self.method.prepare(ask)?;
-        match self.tail {
-            true => with_tail(method, ask),
-            false => Ok(method),
+        if self.tail {
+            with_tail(method, ask)
+        } else {
+            Ok(method)
         }
     }
 

@@ -1,6 +1,7 @@
 //! The parameters of all methods.
 
 use serde::{Deserialize, Serialize};
+use serde_json::{Map, Value};
 
 use super::a2ats::params::A2atsParams;
 use super::ctkvr::params::CtkvrParams;
@@ -9,7 +10,7 @@ use super::lfps::params::LfpsParams;
 use super::pqcache::params::PqCacheParams;
 use super::quest::params::QuestParams;
 use super::selfindex::params::SelfIndexParams;
-use crate::error::Result;
+use crate::error::{Error, Result};
 use crate::parameters::{ParameterSet, Parameters};
 
 /// The parameters of every method that has some.
@@ -46,6 +47,35 @@ impl MethodParams {
         ]
     }
 
+    /// Returns these parameters with those of one method replaced, by name.
+    ///
+    /// # Errors
+    /// A name or a value that the method does not declare.
+    pub fn with(&self, method: &str, values: &Map<String, Value>) -> Result<Self> {
+        if values.is_empty() {
+            return Ok(self.clone());
+        }
+        let unread = |e: serde_json::Error| {
+            Error::invalid(format!("parameters of method `{method}`: {e}")).hint("correct the parameters")
+        };
+        let mut all = serde_json::to_value(self).map_err(unread)?;
+        let own = all.get_mut(method).and_then(Value::as_object_mut);
+        let without = || {
+            Error::invalid(format!("method `{method}` has no parameters")).hint("leave its parameters out")
+        };
+        let own = own.ok_or_else(without)?;
+        own.extend(values.clone());
+        let with: Self = serde_json::from_value(all).map_err(unread)?;
+        with.check()?;
+        Ok(with)
+    }
+
+    /// Returns whether a parameter describes caches whose keys have signs, and then whether its method uses it too.
+    pub fn of_caches(name: &str) -> Option<bool> {
+        let mut found = SelfIndexParams::OF_CACHES.iter().filter(|(own, _)| *own == name);
+        found.next().map(|(_, is_shared)| *is_shared)
+    }
+
     /// Checks every value against its declaration.
     ///
     /// # Errors
@@ -63,7 +93,7 @@ impl MethodParams {
 
 #[cfg(test)]
 mod tests {
-    use serde_json::{Value, json};
+    use serde_json::json;
 
     use super::*;
 

@@ -27,7 +27,7 @@ use half::f16;
 use ndarray::{Array3, ArrayView1, ArrayView2, s};
 
 use super::best::largest;
-use super::declaration::{Ask, Declaration};
+use super::declaration::{Ask, Declaration, InVerdict};
 use super::{Choice, Method, Place, Prompt, Reads, Retriever, Step, add_probabilities, everything};
 use crate::compute::cpu::Cpu;
 use crate::compute::device::Device;
@@ -43,6 +43,7 @@ pub static METHOD: Declaration = Declaration {
     name: "pqcache",
     help: "Positions ranked by estimated attention, from keys that are product-quantised by words of their own prompt (PQCache, arXiv 2407.12820)",
     section: None,
+    verdict: InVerdict::IfCalibrated,
     prepare,
     bench: Some(&bench::PqCacheBench),
 };

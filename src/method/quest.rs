@@ -19,13 +19,11 @@ use std::ops::Range;
 use ndarray::{Array2, ArrayView1, ArrayView2};
 
 use super::best::best_positions;
-use super::declaration::Declaration;
+use super::declaration::{Declaration, InVerdict};
 use super::{Choice, Place, Prompt, Reads, Retriever, Step, everything};
-use crate::compute::attention::CachedRows;
 use crate::compute::layout::elements;
 use crate::float::Float;
-use crate::kv::KvHead;
-use crate::kv::rows::RowStore;
+use crate::kv::{KvHead, RowCache, float};
 pub use params::{PAGE, QuestParams};
 
 /// The declaration of `quest`.
@@ -33,6 +31,7 @@ pub static METHOD: Declaration = Declaration {
     name: "quest",
     help: "Whole pages of positions, ranked by an upper bound on their scores (Quest, arXiv 2406.10774)",
     section: None,
+    verdict: InVerdict::IfCalibrated,
     prepare: |ask| {
         let QuestParams { page } = ask.params.quest;
         Ok(Box::new(move |_: &Place| Quest::new(page)))
@@ -46,8 +45,8 @@ pub struct Quest {
     /// Positions per page; pages start at multiples of this.
     page: usize,
     /// For each full page, the smallest value of every channel, then the largest. They are stored in the type of the
-    /// cached rows, in which they are exact, or in f32 if the rows are in 2 bits.
-    full: Option<RowStore>,
+    /// cached rows, in which they are exact, or in f32 if that is no float type.
+    full: Option<Box<dyn RowCache>>,
     /// The bounds of the last page while it is not full, `[2,d]`.
     last: Array2<f32>,
     /// Number of positions that the bounds cover.
@@ -55,8 +54,8 @@ pub struct Quest {
 }
 
 /// Returns the type in which the bounds are stored.
-fn float(kv: &KvHead) -> Float {
-    kv.float().unwrap_or(Float::F32)
+fn float_of(kv: &KvHead) -> Float {
+    kv.kind().keys.float().unwrap_or(Float::F32)
 }
 
 impl Default for Quest {
@@ -91,7 +90,7 @@ impl Quest {
 
     /// Extends the bounds up to the end of the cache.
     fn update(&mut self, kv: &KvHead, d: usize) {
-        let full = self.full.get_or_insert_with(|| RowStore::new(float(kv), d, 0));
+        let full = self.full.get_or_insert_with(|| float::cache(float_of(kv), d, 0));
         let mut scratch = vec![0.0; d];
         for position in self.len..kv.len() {
             let key = kv.keys().row(position, &mut scratch);
@@ -128,7 +127,7 @@ impl Quest {
 impl Retriever for Quest {
     fn prefill(&mut self, prompt: &Prompt) {
         // A prompt may change which rows a 2-bit cache keeps as full-precision tokens, so the bounds start anew.
-        if prompt.kv.signs().is_some() {
+        if !prompt.kv.kind().keys.keeps_rows() {
             *self = Self::new(self.page);
         }
         self.update(prompt.kv, prompt.k_pre.ncols());
@@ -151,17 +150,17 @@ impl Retriever for Quest {
 
     fn reads(&self, step: &Step, _: &Choice, reads: &mut Reads) {
         let pages = self.pages(&step.candidates);
-        let width = 2 * float(step.kv).bytes() * step.q_rope.ncols();
+        let width = 2 * float_of(step.kv).bytes() * step.q_rope.ncols();
         reads.range(pages.start * width..pages.end * width);
         reads.scratch(pages.len() * size_of::<(f32, u32)>());
     }
 
     fn bytes_for(&self, place: &Place, positions: usize) -> usize {
-        let value = place.kv.float().unwrap_or(Float::F32).bytes();
+        let value = place.kv.keys.float().unwrap_or(Float::F32).bytes();
         2 * value * place.head_dim * positions.div_ceil(self.page)
     }
 
     fn state_bytes(&self) -> usize {
-        self.full.as_ref().map_or(0, RowStore::bytes) + self.last.len() * 4
+        self.full.as_ref().map_or(0, |full| full.bytes()) + self.last.len() * 4
     }
 }

@@ -9,7 +9,7 @@ use rand::seq::index;
 use rand_chacha::ChaCha8Rng;
 
 use super::cuda::CudaMethod;
-use super::declaration::Declaration;
+use super::declaration::{Declaration, InVerdict};
 use super::{Choice, Method, Place, Retriever, Step};
 
 /// The declaration of `random`.
@@ -17,6 +17,7 @@ pub static METHOD: Declaration = Declaration {
     name: "random",
     help: "Positions drawn uniformly at random",
     section: None,
+    verdict: InVerdict::IfCalibrated,
     prepare: |ask| Ok(Box::new(Seed(ask.seed))),
     bench: None,
 };

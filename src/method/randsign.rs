@@ -27,7 +27,7 @@ use rand_chacha::ChaCha8Rng;
 
 use super::bench::{Bench, BenchParams, Fill, NewHead, TimedLayer};
 use super::best::{by_score, largest};
-use super::declaration::Declaration;
+use super::declaration::{Declaration, InVerdict};
 use super::{Choice, Place, Prompt, Reads, Retriever, Step, everything};
 use crate::error::Result;
 use crate::kv::KvType;
@@ -38,6 +38,7 @@ pub static METHOD: Declaration = Declaration {
     name: "randsign",
     help: "Positions ranked by votes over the signs of randomly rotated keys (first stage of ParisKV, arXiv 2602.07721)",
     section: None,
+    verdict: InVerdict::IfCalibrated,
     prepare: |ask| {
         let rotation = Arc::new(RandomRotation::new(ask.sizes.head_dim, ask.seed));
         Ok(Box::new(move |_: &Place| RandSign::new(Arc::clone(&rotation))))

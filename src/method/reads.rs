@@ -134,15 +134,14 @@ impl Reads {
     /// position in common.
     pub fn rows(&mut self, kv: KvType, head_dim: usize, attended: &[u32], ranked: &[u32]) {
         let all;
-        let keys = match ranked.is_empty() {
-            true => attended,
-            false => {
-                let mut both = [attended, ranked].concat();
-                // The sort detects the two ascending runs.
-                both.sort();
-                all = both;
-                &all[..]
-            }
+        let keys = if ranked.is_empty() {
+            attended
+        } else {
+            let mut both = [attended, ranked].concat();
+            // The sort detects the two ascending runs.
+            both.sort();
+            all = both;
+            &all[..]
         };
         let [key_arrays, value_arrays] = kv.row_arrays(head_dim);
         for (arrays, positions) in [(key_arrays, keys), (value_arrays, attended)] {
@@ -225,9 +224,9 @@ mod tests {
     fn rows_move_whole_granules_wherever_they_are() {
         let (attended, ranked) = ([0u32, 1, 2, 30, 31, 200], [3u32, 77]);
         for (kv, d, key_widths, value_width) in [
-            (KvType::Bf16, 64, [128, 0], 128),
+            (KvType::BF16, 64, [128, 0], 128),
             (KvType::F32, 10, [40, 0], 40),
-            (KvType::TwoBit, 64, [24, 8], 24),
+            (KvType::TWO_BIT, 64, [24, 8], 24),
             (KvType::F16, 8, [16, 0], 16),
         ] {
             for granule in [1, 32, 64, 128] {

@@ -5,13 +5,14 @@ use std::fmt;
 use serde_json::{Map, Value};
 
 use super::bench::{Bench, BenchParams};
-use super::declaration::{Ask, Declaration};
+use super::declaration::{Ask, Declaration, InVerdict};
 use super::{
-    Method, Place, Retriever, a2ats, ctkvr, doublesparsity, full, h2o, lfps, pqcache, quest, random,
-    randsign, selfindex, snapkv, streaming, topk, triattention, wpq,
+    Method, MethodPart, Place, Retriever, a2ats, ctkvr, doublesparsity, full, h2o, lfps, pqcache, quest,
+    random, randsign, selfindex, snapkv, streaming, topk, triattention, wpq,
 };
 use crate::artifact::Artifact;
 use crate::error::Result;
+use crate::model::Sizes;
 
 /// All methods, in the order of the help. The default is the first method whose section the artifact has.
 pub static METHODS: &[MethodName] = &[
@@ -66,6 +67,11 @@ impl MethodName {
         self.0.section.is_some()
     }
 
+    /// Returns when a verdict measures the method.
+    pub fn verdict(self) -> InVerdict {
+        self.0.verdict
+    }
+
     /// Returns how the method is benchmarked on random data, if it is.
     pub fn bench(self) -> Option<&'static dyn Bench> {
         self.0.bench
@@ -86,12 +92,15 @@ impl MethodName {
             Some((artifact, name)) => artifact.section(name)?.constant_heads(),
             None => Vec::new(),
         };
-        Ok(match constant.is_empty() {
-            true => method,
-            false => Box::new(FullIn {
+        Ok(if constant.is_empty() {
+            method
+        } else {
+            Box::new(FullIn {
                 heads: constant,
                 method,
-            }),
+                full: (FULL.0.prepare)(ask)?,
+                sizes: ask.sizes,
+            })
         })
     }
 
@@ -102,23 +111,43 @@ impl MethodName {
     }
 }
 
-/// A method that full attention replaces in some heads; on the CPU only.
+/// A method that full attention replaces in some heads.
 struct FullIn {
     /// The replaced heads as (layer, KV head).
     heads: Vec<(usize, usize)>,
     method: Box<dyn Method>,
+    full: Box<dyn Method>,
+    sizes: Sizes,
 }
 
 impl Method for FullIn {
     fn head(&self, place: &Place) -> Box<dyn Retriever> {
-        match self.heads.contains(&(place.layer, place.kv_head)) {
-            true => Box::new(full::Full),
-            false => self.method.head(place),
+        if self.heads.contains(&(place.layer, place.kv_head)) {
+            Box::new(full::Full)
+        } else {
+            self.method.head(place)
         }
     }
 
     fn full_heads(&self) -> &[(usize, usize)] {
         &self.heads
+    }
+
+    fn parts(&self) -> Vec<MethodPart<'_>> {
+        let part = |method, is_full: bool| {
+            let of_layer = |layer| {
+                let heads = 0..self.sizes.n_kv_heads;
+                heads
+                    .filter(|head| self.heads.contains(&(layer, *head)) == is_full)
+                    .collect()
+            };
+            MethodPart {
+                method,
+                limits: None,
+                heads: (0..self.sizes.n_layers).map(of_layer).collect(),
+            }
+        };
+        vec![part(self.method.as_ref(), false), part(self.full.as_ref(), true)]
     }
 }
 
@@ -136,6 +165,27 @@ impl fmt::Debug for MethodName {
     }
 }
 
+/// Lists the methods that a verdict measures although they have no section.
+pub fn always_measured() -> impl Iterator<Item = MethodName> {
+    let all = METHODS.iter().copied();
+    all.filter(|method| method.verdict() != InVerdict::IfCalibrated)
+}
+
+/// Returns the method that ranks by exact scores, a bound for the others.
+pub fn oracle() -> MethodName {
+    only(InVerdict::Oracle)
+}
+
+/// Returns the method that chooses nothing besides the static set and the last positions.
+pub fn plain_window() -> MethodName {
+    only(InVerdict::Plain)
+}
+
+fn only(verdict: InVerdict) -> MethodName {
+    let mut found = METHODS.iter().filter(|method| method.verdict() == verdict);
+    found.next().copied().unwrap_or(FULL)
+}
+
 /// Returns the benchmarks on random data, in the order of [`METHODS`].
 pub fn benches() -> impl Iterator<Item = &'static dyn Bench> {
     METHODS.iter().filter_map(|method| method.bench())
@@ -149,7 +199,8 @@ pub fn bench_params(values: Map<String, Value>) -> Result<BenchParams> {
     BenchParams::among(benches().map(Bench::parameters), values)
 }
 
-/// Returns the parameters with which random indexes are like those of an artifact.
+/// Returns the parameters with which random indexes have the sizes of an artifact's: those of each method whose section it has,
+/// and the defaults of the others.
 ///
 /// # Errors
 /// A value in the artifact that its method does not declare.
@@ -205,6 +256,16 @@ mod tests {
         ] {
             assert_eq!(read(wrong).unwrap_err().to_string(), says);
         }
+    }
+
+    #[test]
+    fn methods_that_every_verdict_measures() {
+        let names: Vec<&str> = always_measured().map(MethodName::as_str).collect();
+        assert_eq!(names, ["topk", "streaming", "ctkvr"]);
+        assert_eq!(
+            (oracle().as_str(), plain_window().as_str()),
+            ("topk", "streaming")
+        );
     }
 
     #[test]

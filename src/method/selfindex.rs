@@ -26,11 +26,10 @@ mod sums;
 use ndarray::{Array2, ArrayView2, s};
 
 use super::cuda::CudaMethod;
-use super::declaration::Declaration;
+use super::declaration::{Declaration, InVerdict};
 use super::{Choice, Method, Place, Prompt, Ranking, Reads, Retriever, Step, everything};
 use crate::artifact::Artifact;
 use crate::error::{Error, Result};
-use crate::kv::KvType;
 use crate::kv::lines::AlignedVec;
 pub use crate::kv::packed::Center;
 use crate::kv::packed::{FULL, Layout, REFIT, compressed, extend_signs, sign_bytes};
@@ -48,6 +47,7 @@ pub static METHOD: Declaration = Declaration {
     name: "selfindex",
     help: "Positions ranked by the sign patterns of their keys, with a score table (Self-Indexing KVCache, arXiv 2603.14224)",
     section: Some(SECTION),
+    verdict: InVerdict::IfCalibrated,
     prepare: |ask| {
         Ok(Box::new(SelfIndexMethod::new(
             &ask.params.selfindex,
@@ -139,15 +139,20 @@ impl SelfIndexMethod {
         Ok(Array2::from_shape_vec((heads, head_dim * PATTERNS), centroids)?)
     }
 
-    /// Returns the centroids of a layer's heads, `[g,d/4,16,4]`, if they are fixed before the prompt.
-    pub fn centroids(&self, layer: usize, n_kv_heads: usize, head_dim: usize) -> Option<Vec<f32>> {
-        let heads = layer * n_kv_heads..(layer + 1) * n_kv_heads;
+    /// Returns the centroids of some KV heads of a layer, `[heads,d/4,16,4]`, if they are fixed before the prompt.
+    pub fn centroids(&self, layer: usize, kv_heads: &[usize], head_dim: usize) -> Option<Vec<f32>> {
+        let row = |kv_head: &usize| layer * self.n_kv_heads + kv_head;
         match self.source {
             CentroidSource::OnePass => None,
-            CentroidSource::Signs => Some(signs(head_dim).repeat(n_kv_heads)),
+            CentroidSource::Signs => Some(signs(head_dim).repeat(kv_heads.len())),
             CentroidSource::Offline => {
                 let calibrated = self.calibrated.as_ref();
-                calibrated.map(|c| c.slice(s![heads, ..]).iter().copied().collect())
+                calibrated.map(|c| {
+                    kv_heads
+                        .iter()
+                        .flat_map(|head| c.row(row(head)).to_vec())
+                        .collect()
+                })
             }
         }
     }
@@ -243,8 +248,8 @@ impl Retriever for SelfIndex {
         let first = if refit { 0 } else { prompt.first };
         let rows = prompt.keys.slice(s![first.., ..]);
         if let Some(cached) = prompt.kv.signs() {
-            self.centers = cached.centers().to_vec();
-            self.full = cached.full_positions().to_vec();
+            self.centers = cached.centers.to_vec();
+            self.full = cached.full.to_vec();
         } else {
             if refit {
                 self.centers = self.center.of_channels(rows);
@@ -274,7 +279,7 @@ impl Retriever for SelfIndex {
     }
 
     fn append(&mut self, _: ArrayView2<f32>, k_rope: ArrayView2<f32>) {
-        if self.place.kv != KvType::TwoBit {
+        if !self.place.kv.keys.has_signs() {
             extend_signs(&mut self.signs, k_rope, &self.centers);
         }
     }
@@ -283,7 +288,7 @@ impl Retriever for SelfIndex {
         if step.is_exact() {
             return everything(step).into();
         }
-        let signs = step.kv.signs().map_or(&self.signs[..], |rows| rows.signs());
+        let signs = step.kv.signs().map_or(&self.signs[..], |signs| signs.rows);
         let c = step.candidates.clone();
         let width = sign_bytes(self.place.head_dim);
         let rows = &signs[c.start * width..c.end * width];
@@ -303,10 +308,11 @@ impl Retriever for SelfIndex {
     }
 
     fn bytes_for(&self, place: &Place, positions: usize) -> usize {
-        match place.kv {
+        if place.kv.keys.has_signs() {
             // The signs are part of the cache; the places of its full-precision tokens are not.
-            KvType::TwoBit => size_of::<u32>() * FULL.min(positions),
-            _ => sign_bytes(place.head_dim) * positions,
+            size_of::<u32>() * FULL.min(positions)
+        } else {
+            sign_bytes(place.head_dim) * positions
         }
     }
 

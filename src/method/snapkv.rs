@@ -4,7 +4,7 @@
 //! query group, and then averaged over 7 neighbouring positions. The best positions are chosen at the first decode step
 //! and kept until the next prompt. Generated tokens are attended only while they are in the window.
 
-use super::declaration::Declaration;
+use super::declaration::{Declaration, InVerdict};
 use super::{Choice, Place, Prompt, Reads, Retriever, Step, everything};
 use crate::compute::simd;
 
@@ -13,6 +13,7 @@ pub static METHOD: Declaration = Declaration {
     name: "snapkv",
     help: "Positions that the last prompt queries attended most, chosen once after prefill (SnapKV, arXiv 2404.14469)",
     section: None,
+    verdict: InVerdict::IfCalibrated,
     prepare: |_| Ok(Box::new(|place: &Place| SnapKv::new(place.model_window))),
     bench: None,
 };

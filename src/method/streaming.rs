@@ -6,7 +6,7 @@
 pub mod cuda;
 
 use super::bench::{Bench, BenchParams, Fill, NewHead, TimedLayer};
-use super::declaration::Declaration;
+use super::declaration::{Declaration, InVerdict};
 use super::{Alike, Choice, Retriever, Step};
 use crate::error::Result;
 use crate::kv::KvType;
@@ -16,6 +16,7 @@ pub static METHOD: Declaration = Declaration {
     name: "streaming",
     help: "The most recent positions",
     section: None,
+    verdict: InVerdict::Plain,
     prepare: |_| Ok(Box::new(Alike(Streaming))),
     bench: Some(&Streaming),
 };

@@ -9,7 +9,7 @@ pub mod cuda;
 use super::bench::{Bench, BenchParams, Contents, Fill, NewHead, TimedLayer, TimedOnCuda};
 use super::best::largest;
 use super::cuda::{CudaMethod, Indexes, OnDevice};
-use super::declaration::Declaration;
+use super::declaration::{Declaration, InVerdict};
 use super::{Alike, Choice, Reads, Retriever, Step, add_probabilities, everything};
 use crate::compute::layout::elements_mut;
 use crate::compute::products::all_products;
@@ -20,6 +20,7 @@ pub static METHOD: Declaration = Declaration {
     name: "topk",
     help: "Oracle: the positions with the largest true attention probability; covers the most attention mass for a budget, but does not always give the best quality",
     section: None,
+    verdict: InVerdict::Oracle,
     prepare: |_| Ok(Box::new(Alike(TopK))),
     bench: Some(&TopK),
 };
@@ -67,6 +68,6 @@ impl Bench for TopK {
     }
 
     fn indexes<'d>(&self, at: OnDevice<'d>, contents: &Contents<'_>) -> Result<Indexes<'d>> {
-        CudaMethod::indexes(self, at, contents.limits)
+        CudaMethod::indexes(self, at, &contents.all(at))
     }
 }

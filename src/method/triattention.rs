@@ -26,7 +26,7 @@ use std::sync::Arc;
 
 use ndarray::{Array2, ArrayView2, s};
 
-use super::declaration::{Ask, Declaration};
+use super::declaration::{Ask, Declaration, InVerdict};
 use super::{Choice, Method, Place, Prompt, Reads, Retriever, Step, everything, except};
 use crate::artifact::Artifact;
 use crate::compute::attention::visible;
@@ -41,6 +41,7 @@ pub static METHOD: Declaration = Declaration {
     name: "triattention",
     help: "Positions ranked by the attention of the head's mean query at future distances (TriAttention, arXiv 2604.04921)",
     section: Some(SECTION),
+    verdict: InVerdict::IfCalibrated,
     prepare,
     bench: None,
 };
@@ -188,9 +189,10 @@ impl Retriever for TriAttention {
             return everything(step).into();
         }
         let (positions, _) = self.best(step);
-        let ranked = match self.scored_in(step) {
-            true => except(&everything(step), &positions),
-            false => Vec::new(),
+        let ranked = if self.scored_in(step) {
+            except(&everything(step), &positions)
+        } else {
+            Vec::new()
         };
         Choice {
             positions,

@@ -22,8 +22,9 @@ pub(super) fn worst_of<R: DeserializeOwned>(
             told.push(HeadReport { layer, head, report });
         }
     }
-    match told.is_empty() {
-        true => Ok(String::new()),
-        false => Ok(format!("\n{heading}\n{}", worst_heads(&told, of)?)),
+    if told.is_empty() {
+        Ok(String::new())
+    } else {
+        Ok(format!("\n{heading}\n{}", worst_heads(&told, of)?))
     }
 }

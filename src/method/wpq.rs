@@ -25,7 +25,7 @@ use std::sync::Arc;
 use ndarray::{ArrayView2, s};
 
 use super::cuda::CudaMethod;
-use super::declaration::{Ask, Declaration};
+use super::declaration::{Ask, Declaration, InVerdict};
 use super::{Choice, Method, Place, Prompt, Reads, Retriever, Step, everything};
 use crate::error::{Error, Result};
 use crate::kv::lines::grow;
@@ -40,6 +40,7 @@ pub static METHOD: Declaration = Declaration {
     name: "wpq",
     help: "Positions ranked by estimated attention, from keys that are product-quantised in the metric of the queries (ours)",
     section: Some(SECTION),
+    verdict: InVerdict::IfCalibrated,
     prepare,
     bench: Some(&bench::WpqBench),
 };

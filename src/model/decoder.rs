@@ -44,9 +44,10 @@ impl Decoder {
         let embedding = checkpoint.weight("model.embed_tokens.weight", &shape)?;
         embedding.scattered();
         let norm = checkpoint.vector("model.norm.weight", config.hidden_size)?;
-        let weight = match config.tie_word_embeddings {
-            true => embedding.clone(),
-            false => checkpoint.weight("lm_head.weight", &shape)?,
+        let weight = if config.tie_word_embeddings {
+            embedding.clone()
+        } else {
+            checkpoint.weight("lm_head.weight", &shape)?
         };
         let head = Linear::new(weight, None);
         let decoder = Self {
@@ -184,9 +185,10 @@ impl Decoder {
         let mut out = Array2::zeros((hidden.nrows(), self.config.vocab_size));
         head.forward(normed.view(), out.view_mut());
         scale(elements_mut(&mut out), self.config.multipliers.logits);
-        match simd::all_finite(elements(&out)) {
-            true => Ok(out),
-            false => Err(self.diagnose(&[&head.weight], "the output logits")),
+        if simd::all_finite(elements(&out)) {
+            Ok(out)
+        } else {
+            Err(self.diagnose(&[&head.weight], "the output logits"))
         }
     }
 
@@ -202,9 +204,10 @@ impl Decoder {
     /// Fails if the states of `layer` have a value that is not finite; names the faulty tensor.
     pub fn check_states(&self, layer: &Layer, states: &States) -> Result<()> {
         let states = [&states.q_pre, &states.k_pre, &states.v];
-        match states.iter().all(|x| simd::all_finite(elements(x))) {
-            true => Ok(()),
-            false => Err(self.diagnose(&layer.weights(), &format!("the states of layer {}", layer.index))),
+        if states.iter().all(|x| simd::all_finite(elements(x))) {
+            Ok(())
+        } else {
+            Err(self.diagnose(&layer.weights(), &format!("the states of layer {}", layer.index)))
         }
     }
 

@@ -96,9 +96,10 @@ impl<'a> Fields<'a> {
 
     /// Reads `sliding_window`: null means none, a missing field 4096, these model families' default.
     pub fn window(&self) -> Result<Option<usize>> {
-        match self.map.contains_key("sliding_window") {
-            true => self.size_opt("sliding_window"),
-            false => Ok(Some(4096)),
+        if self.map.contains_key("sliding_window") {
+            self.size_opt("sliding_window")
+        } else {
+            Ok(Some(4096))
         }
     }
 

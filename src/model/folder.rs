@@ -295,11 +295,12 @@ const ADAPTER: Foreign = (
 /// A file in GGUF or of PyTorch.
 pub fn check_artifact(path: &Path) -> Result<()> {
     let has = |extension| path.extension().is_some_and(|e| e == extension);
-    let found = match is_gguf(path) || path.is_file() && has("gguf") {
-        true => Some("a GGUF file"),
-        false => other_format(path)
+    let found = if is_gguf(path) || path.is_file() && has("gguf") {
+        Some("a GGUF file")
+    } else {
+        other_format(path)
             .filter(|_| path.is_file() && !has("safetensors"))
-            .map(|(what, _)| what),
+            .map(|(what, _)| what)
     };
     match found {
         Some(what) => Err(

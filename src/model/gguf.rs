@@ -125,12 +125,11 @@ impl<'a> Header<'a> {
         if !(2..=3).contains(&version) {
             let big_endian = version.swap_bytes() <= 3;
             return Err(
-                Error::unsupported(format!("GGUF version {version} is not supported")).hint(
-                    match big_endian {
-                        true => "the file is big-endian; convert the model on this machine",
-                        false => "supported: versions 2 and 3; convert the model with a current llama.cpp",
-                    },
-                ),
+                Error::unsupported(format!("GGUF version {version} is not supported")).hint(if big_endian {
+                    "the file is big-endian; convert the model on this machine"
+                } else {
+                    "supported: versions 2 and 3; convert the model with a current llama.cpp"
+                }),
             );
         }
         let (n_tensors, n_fields) = (header.u64()?, header.u64()?);

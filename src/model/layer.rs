@@ -232,9 +232,10 @@ impl Layer {
 /// the CPU: the thread keeps it for the next projection. Inputs that are rounded to pairs of bf16 values take about as much, copy
 /// included. `finished` says whether the outputs of layers are computed.
 pub fn kept_bytes(c: &ModelConfig, rows: usize, finished: bool) -> usize {
-    let width = match finished {
-        true => c.hidden_size.max(c.n_heads * c.head_dim).max(c.widest_mlp()),
-        false => c.hidden_size,
+    let width = if finished {
+        c.hidden_size.max(c.n_heads * c.head_dim).max(c.widest_mlp())
+    } else {
+        c.hidden_size
     };
     packed_floats(rows.min(ROWS), width) * size_of::<f32>()
 }
@@ -257,9 +258,10 @@ pub fn block_bytes(c: &ModelConfig, rows: usize, finished: bool) -> usize {
     let mixture = experts.map(|of| of.count + 8 * of.active + 2 + 2 * hidden).max();
     let mixture = mixture.unwrap_or(0);
     let finish = rows * q + table + chunk * (2 * hidden + 2 * inter + mixture);
-    let passes = match finished {
-        true => vec![project, tap, attend, finish],
-        false => vec![project, tap],
+    let passes = if finished {
+        vec![project, tap, attend, finish]
+    } else {
+        vec![project, tap]
     };
     let floats = passes.into_iter().max().unwrap_or(0);
     floats * size_of::<f32>()
@@ -315,13 +317,13 @@ fn split_heads(flat: ArrayView2<f32>, norm: Option<(&[f32], f32)>, mut out: Arra
         }
     };
     // Few rows are copied in less time than other threads need to start.
-    match flat.len() < PARALLEL {
-        true => out.axis_iter_mut(Axis(0)).enumerate().for_each(split),
-        false => out
-            .axis_iter_mut(Axis(0))
+    if flat.len() < PARALLEL {
+        out.axis_iter_mut(Axis(0)).enumerate().for_each(split)
+    } else {
+        out.axis_iter_mut(Axis(0))
             .into_par_iter()
             .enumerate()
-            .for_each(split),
+            .for_each(split)
     }
 }
 

@@ -216,9 +216,10 @@ impl Ropes {
 fn mean_rotation(w: f64, low: f64, high: f64) -> (f64, f64) {
     let (n, half) = (high - low, (w / 2.0).sin());
     // If a position makes a whole number of turns, every term of the series is 1.
-    let scale = match half == 0.0 {
-        true => 1.0,
-        false => (n * w / 2.0).sin() / (n * half),
+    let scale = if half == 0.0 {
+        1.0
+    } else {
+        (n * w / 2.0).sin() / (n * half)
     };
     let (sin, cos) = ((low + high - 1.0) * w / 2.0).sin_cos();
     (scale * cos, scale * sin)

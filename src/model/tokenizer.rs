@@ -174,9 +174,10 @@ pub struct Tokenizer {
 impl Tokenizer {
     /// Says whether a model has a tokenizer, which may be unusable.
     pub fn exists(model: &Path) -> bool {
-        match is_gguf(model) {
-            true => Gguf::at(model).is_ok_and(|gguf| gguf.is_some_and(|gguf| gguf.has_tokenizer())),
-            false => model.join("tokenizer.json").is_file(),
+        if is_gguf(model) {
+            Gguf::at(model).is_ok_and(|gguf| gguf.is_some_and(|gguf| gguf.has_tokenizer()))
+        } else {
+            model.join("tokenizer.json").is_file()
         }
     }
 

@@ -261,9 +261,10 @@ impl Checkpoint {
         };
         let mut samples = vec![0; entry.len.min(SAMPLES)];
         let distance = entry.len / SAMPLES;
-        let group = match distance < SPARSE {
-            true => SPAN / (distance + 1),
-            false => 1,
+        let group = if distance < SPARSE {
+            SPAN / (distance + 1)
+        } else {
+            1
         };
         let offset = |i: usize| (i as u128 * entry.len as u128 / samples.len() as u128) as usize;
         let offsets: Vec<usize> = (0..samples.len()).map(offset).collect();

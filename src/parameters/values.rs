@@ -5,7 +5,7 @@ use serde_json::Value;
 use crate::numbers::plain;
 
 /// One of a few named values.
-#[derive(Debug)]
+#[derive(Clone, Copy, Debug)]
 pub struct Word {
     /// Its name in JSON and on the command line.
     pub name: &'static str,
@@ -166,9 +166,10 @@ impl Values {
             Self::Among(_) | Self::AmongOrNone(_) | Self::OneOf(_) | Self::Switch => {
                 let mut names = self.names();
                 let last = names.pop().unwrap_or_default();
-                match names.is_empty() {
-                    true => last,
-                    false => format!("{} or {last}", names.join(", ")),
+                if names.is_empty() {
+                    last
+                } else {
+                    format!("{} or {last}", names.join(", "))
                 }
             }
         }

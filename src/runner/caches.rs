@@ -2,7 +2,7 @@
 
 use ndarray::{Array1, ArrayViewMut3, Axis};
 
-use super::head::{Chooser, Head, Token, prefill_heads};
+use super::head::{Chooser, Head, Stepped, Token, prefill_heads};
 use super::options::DecodeOptions;
 use super::session::StepAt;
 use super::shares::{Counts, Shares};
@@ -10,9 +10,9 @@ use super::trace::Trace;
 
 use crate::compute::team;
 use crate::error::Result;
-use crate::kv::{KvHead, StaticSet};
+use crate::kv::{Budget, KvHead, KvType, StaticSet};
 use crate::method::full::Full;
-use crate::method::{Choice, Method, Reads, Retriever};
+use crate::method::{Method, Retriever};
 use crate::model::ModelConfig;
 use crate::model::forward::{Forward, Rows};
 
@@ -32,21 +32,25 @@ pub(super) struct Caches {
 impl Caches {
     /// Makes empty caches with space for `capacity` positions; they grow beyond it.
     pub fn new(c: &ModelConfig, method: &dyn Method, options: &DecodeOptions, capacity: usize) -> Self {
-        let head = |layer: usize, kv_head: usize| Head {
-            kv: KvHead::new(options.kv, c.head_dim, capacity, options.packed),
-            chooser: Chooser::new(method, &options.place(c, layer, kv_head)),
+        let head = |layer: usize, kv_head: usize| {
+            let place = options.place(c, method, layer, kv_head);
+            Head {
+                kv: KvHead::new(place.kv, c.head_dim, capacity, options.packed),
+                chooser: Chooser::new(method, place),
+            }
         };
         let layer = |layer: usize| (0..c.n_kv_heads).map(|kv_head| head(layer, kv_head)).collect();
         Self::of((0..c.n_layers()).map(layer).collect())
     }
 
-    /// Takes caches and indexes that are filled already, by layer and KV head.
-    pub fn filled(heads: Vec<Vec<FilledHead>>) -> Self {
+    /// Takes caches and indexes that are filled already, by layer and KV head, of which each step may choose as many positions.
+    pub fn filled(heads: Vec<Vec<FilledHead>>, budget: Budget) -> Self {
         let head = |(kv, retriever)| Head {
             kv,
             chooser: Chooser {
                 retriever,
                 tail: None,
+                budget,
             },
         };
         let heads = heads.into_iter();
@@ -80,6 +84,12 @@ impl Caches {
         forward.prompt(ids, first, cache, done)
     }
 
+    /// Returns whether forks of these caches share their rows.
+    pub fn keeps_rows(&self) -> bool {
+        let heads = self.heads.iter().flatten();
+        heads.map(|head| head.kv.kind()).all(KvType::keeps_rows)
+    }
+
     /// Returns caches that share the rows of these, for a step that attends everything and leaves these as they are.
     pub fn in_full(&mut self) -> Self {
         let in_full = |head: &mut Head| Head {
@@ -87,6 +97,7 @@ impl Caches {
             chooser: Chooser {
                 retriever: Box::new(Full),
                 tail: None,
+                budget: head.chooser.budget,
             },
         };
         let layers = self.heads.iter_mut();
@@ -144,11 +155,10 @@ pub(super) fn step(
         let sequences = fed.iter_mut().zip(&sets).zip(&mut shares);
         for (((fed, set), shares), stepped) in sequences.zip(stepped) {
             let r = rows.q_rope.len_of(Axis(0)) / stepped.len();
-            let chosen = stepped.iter().map(|(choice, _)| choice);
+            let chosen = stepped.iter().map(|stepped| &stepped.choice);
             shares.add_layer(chosen.clone(), set, r);
-            for (choice, reads) in &stepped {
-                fed.caches.counts[index].add(choice, reads, set, r);
-            }
+            let counts = &mut fed.caches.counts[index];
+            stepped.iter().for_each(|stepped| stepped.count(counts, set, r));
             if let Some(trace) = trace.as_deref_mut() {
                 trace.layer(fed.at.step, index, chosen.map(|choice| &choice.positions))?;
             }
@@ -172,7 +182,7 @@ fn step_layer(
     sets: &[StaticSet],
     options: &DecodeOptions,
     mut out: ArrayViewMut3<f32>,
-) -> Vec<Vec<(Choice, Reads)>> {
+) -> Vec<Vec<Stepped>> {
     let (mut tasks, mut counts) = (Vec::new(), Vec::with_capacity(fed.len()));
     for (i, (fed, out)) in fed.iter_mut().zip(out.outer_iter_mut()).enumerate() {
         let heads = &mut fed.caches.heads[index];
@@ -187,7 +197,7 @@ fn step_layer(
         }
     }
     let stepped = team::map(tasks, |(i, c, r, step, head, out)| {
-        head.step(&Token::of(rows, c, r, i), step, &sets[i], options, out)
+        head.step(&Token::of(rows, c, r, i), step, &sets[i], options.granule, out)
     });
     let mut stepped = stepped.into_iter();
     counts

@@ -67,10 +67,10 @@ impl Backend for CpuBackend<'_> {
         Ok(())
     }
 
-    /// The caches are shared with copies, to which the step adds its rows. Copies of 2-bit rows would take as much memory
-    /// again, so there is no such step with them.
+    /// The caches are shared with copies, to which the step adds its rows. If copies would hold all rows again, there is no such
+    /// step.
     fn peek_in_full(&mut self, id: u32, position: usize) -> Result<Option<Array1<f32>>> {
-        if self.options.kv.float().is_none() {
+        if !self.caches.keeps_rows() {
             return Ok(None);
         }
         let caches = &mut self.caches.in_full();

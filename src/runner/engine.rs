@@ -177,9 +177,10 @@ impl<'a> Engine<'a> {
     /// # Errors
     /// The sequence is not open.
     pub fn close(&mut self, id: SequenceId) -> Result<()> {
-        match self.pool.close(id) {
-            true => Ok(()),
-            false => Err(id.unknown()),
+        if self.pool.close(id) {
+            Ok(())
+        } else {
+            Err(id.unknown())
         }
     }
 

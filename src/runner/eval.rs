@@ -333,34 +333,25 @@ impl<'a> Evaluation<'a> {
 
     /// Returns the bytes that a variant's decode steps read, over those of all visible keys and values.
     pub fn bytes_fraction(&self, variant: usize) -> Option<f64> {
-        let head_dim = self.forward.decoder().config.head_dim;
-        self.reports[variant]
-            .counts
-            .bytes_fraction(self.options.kv, head_dim)
+        self.reports[variant].counts.bytes_fraction()
     }
 
     /// Returns the bytes that memory moved for a variant's decode steps, over those of all visible keys and values.
     pub fn moved_fraction(&self, variant: usize) -> Option<f64> {
-        let head_dim = self.forward.decoder().config.head_dim;
-        self.reports[variant]
-            .counts
-            .moved_fraction(self.options.kv, head_dim)
+        self.reports[variant].counts.moved_fraction()
     }
 
     /// Returns the bytes of the buffers that a variant's decode steps filled and read again, over those of all visible
     /// keys and values.
     pub fn scratch_fraction(&self, variant: usize) -> Option<f64> {
-        let head_dim = self.forward.decoder().config.head_dim;
-        self.reports[variant]
-            .counts
-            .scratch_fraction(self.options.kv, head_dim)
+        self.reports[variant].counts.scratch_fraction()
     }
 
     /// Feeds one token to each trajectory, the full trajectory first; shadows choose along the full trajectory. Returns
     /// the logits after the token, `[vocab]` for each trajectory.
     fn step(&mut self, fed: &mut Trajectories, ids: &[u32], turn: usize) -> Result<Vec<Array1<f32>>> {
         let mut shares = vec![Shares::default(); self.variants.len()];
-        let (variants, reports, options) = (&self.variants, &mut self.reports, &self.options);
+        let (reports, options) = (&mut self.reports, &self.options);
         let (t, step, heads) = (fed.len, fed.steps, &mut fed.heads);
         let blocks = &self.forward.decoder().config.blocks;
         let logits = self
@@ -373,7 +364,6 @@ impl<'a> Evaluation<'a> {
                     group,
                     step,
                     set: &set,
-                    variants,
                     options,
                 };
                 let steps: Vec<HeadStep> = heads[layer]
@@ -422,10 +412,8 @@ fn tally(
 ) {
     for (v, (shares, report)) in shares.iter_mut().zip(reports.iter_mut()).enumerate() {
         let chosen = heads.iter().map(|step| &step.chosen[v]);
-        shares.add_layer(chosen.clone().map(|(choice, _)| choice), set, group);
-        for (choice, reads) in chosen {
-            report.counts.add(choice, reads, set, group);
-        }
+        shares.add_layer(chosen.clone().map(|stepped| &stepped.choice), set, group);
+        chosen.for_each(|stepped| stepped.count(&mut report.counts, set, group));
         for (c, step) in heads.iter().enumerate() {
             if let Some(metrics) = step.metrics.get(v) {
                 report.add_metrics(layer, c, turn, *metrics);

@@ -5,12 +5,11 @@ use rayon::prelude::*;
 
 use crate::compute::attention::{self, Partial};
 use crate::kv::packed::last_query;
-use crate::kv::{Budget, KvHead, StaticSet};
+use crate::kv::{Budget, KvHead, KvType, StaticSet};
 use crate::method::tail::Tail;
 use crate::method::{Choice, Method, Place, Prompt, Reads, Retriever, Step};
 use crate::model::forward::{Context, Rows};
-use crate::runner::options::DecodeOptions;
-use crate::runner::shares::add_rows;
+use crate::runner::shares::{Counts, add_rows};
 
 /// One KV head along one trajectory.
 pub(super) struct Head {
@@ -22,14 +21,17 @@ pub(super) struct Head {
 pub(super) struct Chooser {
     pub retriever: Box<dyn Retriever>,
     pub tail: Option<Tail>,
+    /// How many positions a step may choose.
+    pub budget: Budget,
 }
 
 impl Chooser {
     /// Makes the empty state of a head.
-    pub fn new(method: &dyn Method, place: &Place) -> Self {
+    pub fn new(method: &dyn Method, place: Place) -> Self {
         Self {
-            retriever: method.head(place),
-            tail: method.tail(place),
+            retriever: method.head(&place),
+            tail: method.tail(&place),
+            budget: place.budget,
         }
     }
 
@@ -38,6 +40,7 @@ impl Chooser {
         Self {
             retriever: self.retriever.fork(),
             tail: self.tail.clone(),
+            budget: self.budget,
         }
     }
 
@@ -50,22 +53,44 @@ impl Chooser {
 }
 
 impl Head {
-    /// Feeds one token and writes the attention output, `[r,d]`; returns the choice and what was read.
+    /// Feeds one token and writes the attention output, `[r,d]`. `granule` is how many bytes the memory moves at once.
     pub fn step(
         &mut self,
         token: &Token,
         step: usize,
         set: &StaticSet,
-        options: &DecodeOptions,
+        granule: usize,
         out: ArrayViewMut2<f32>,
-    ) -> (Choice, Reads) {
+    ) -> Stepped {
         token.cache(&mut self.kv);
-        let step = token.step(step, set, options.budget, &self.kv);
-        let mut reads = Reads::new(options.granule);
+        let step = token.step(step, set, self.chooser.budget, &self.kv);
+        let mut reads = Reads::new(granule);
         let choice = decode_head(token, &step, set, &mut self.chooser, out, &mut reads);
         let (r, d) = step.q_rope.dim();
-        add_rows(&mut reads, &choice, set, r, options.kv, d);
-        (choice, reads)
+        let kv = self.kv.kind();
+        add_rows(&mut reads, &choice, set, r, kv, d);
+        Stepped {
+            choice,
+            reads,
+            kv,
+            head_dim: d,
+        }
+    }
+}
+
+/// What a KV head did in a step.
+pub(super) struct Stepped {
+    pub choice: Choice,
+    pub reads: Reads,
+    /// The formats of its rows.
+    kv: KvType,
+    head_dim: usize,
+}
+
+impl Stepped {
+    /// Adds the choice, for `group` query heads, and what was read for it.
+    pub fn count(&self, counts: &mut Counts, set: &StaticSet, group: usize) {
+        counts.add(&self.choice, &self.reads, set, group, self.kv, self.head_dim);
     }
 }
 

@@ -3,7 +3,7 @@
 use crate::kv::packed::{Center, Layout};
 use crate::kv::static_set::{SINKS, WINDOW};
 use crate::kv::{Budget, KvType};
-use crate::method::{CPU_GRANULE, Place};
+use crate::method::{CPU_GRANULE, HeadLimits, Method, Place};
 use crate::model::ModelConfig;
 
 /// What bounds a decode step's reads.
@@ -36,8 +36,18 @@ impl DecodeOptions {
         }
     }
 
-    /// Describes a KV head of a model to its method.
-    pub(super) fn place(&self, config: &ModelConfig, layer: usize, kv_head: usize) -> Place {
+    /// Describes a KV head of a model to its method, whose limits come before those of these options.
+    pub(super) fn place(
+        &self,
+        config: &ModelConfig,
+        method: &dyn Method,
+        layer: usize,
+        kv_head: usize,
+    ) -> Place {
+        let HeadLimits { budget, kv } = method.limits(layer, kv_head).unwrap_or(HeadLimits {
+            budget: self.budget,
+            kv: self.kv,
+        });
         Place {
             layer,
             kv_head,
@@ -46,8 +56,8 @@ impl DecodeOptions {
             model_window: config.blocks[layer].window,
             sinks: self.sinks,
             window: self.window,
-            budget: self.budget,
-            kv: self.kv,
+            budget,
+            kv,
         }
     }
 }

@@ -26,9 +26,10 @@ pub fn recommended(
         Error::not_found("the artifact has no verdict").hint("measure one, or choose a method and a budget")
     })?;
     let (row, of) = verdict.usual().ok_or_else(|| {
-        let why = match verdict.dropped_all() {
-            true => "every method was dropped after the first blocks",
-            false => "no method reads as little as was asked for",
+        let why = if verdict.dropped_all() {
+            "every method was dropped after the first blocks"
+        } else {
+            "no method reads as little as was asked for"
         };
         Error::not_found(format!("the artifact's verdict recommends nothing: {why}"))
             .hint("measure larger shares of the bytes or longer blocks, or choose a method and a budget")
@@ -42,7 +43,7 @@ pub fn recommended(
         seed,
     };
     let method = Named::of_row(row)?.prepare(&ask)?;
-    let kv = KvType::named(&verdict.kv).unwrap_or(KvType::Bf16);
+    let kv = KvType::named(&verdict.kv).unwrap_or(KvType::BF16);
     let options = DecodeOptions {
         packed: params.selfindex.layout(Some(artifact))?,
         ..DecodeOptions::new(Budget::Fraction(of.budget), kv)

@@ -69,9 +69,10 @@ impl Shares {
 
 /// Counts the K and V rows that a choice for `group` query heads attends, static set included.
 fn attended(choice: &Choice, set: &StaticSet, group: usize) -> usize {
-    match choice.bypassed.iter().flatten().count() == group {
-        true => set.sinks.len(),
-        false => set.len() + choice.positions.len(),
+    if choice.bypassed.iter().flatten().count() == group {
+        set.sinks.len()
+    } else {
+        set.len() + choice.positions.len()
     }
 }
 
@@ -88,9 +89,10 @@ pub(crate) fn add_rows(
     if reads.moves_whole_rows(kv, head_dim) {
         return reads.unlisted_rows(kv, head_dim, rows, choice.ranked.len());
     }
-    let attended: Vec<u32> = match rows == set.sinks.len() {
-        true => set.sinks.clone().map(|p| p as u32).collect(),
-        false => set.merge(&choice.positions),
+    let attended: Vec<u32> = if rows == set.sinks.len() {
+        set.sinks.clone().map(|p| p as u32).collect()
+    } else {
+        set.merge(&choice.positions)
     };
     reads.rows(kv, head_dim, &attended, &choice.ranked);
 }
@@ -106,6 +108,10 @@ pub struct Counts {
     pub rows: u64,
     /// Keys that were read to rank positions and then not attended.
     pub ranked_keys: u64,
+    /// Bytes of these rows and keys.
+    pub kv_bytes: u64,
+    /// Bytes of all visible keys and values, in the formats in which they are cached.
+    pub visible_bytes: u64,
     /// Choices that take everything visible.
     pub full: u64,
     /// Query heads that bypassed their selection.
@@ -125,6 +131,8 @@ impl Counts {
         visible: 0,
         rows: 0,
         ranked_keys: 0,
+        kv_bytes: 0,
+        visible_bytes: 0,
         full: 0,
         bypassed_heads: 0,
         index_bytes: Some(0),
@@ -132,55 +140,72 @@ impl Counts {
         scratch_bytes: Some(0),
     };
 
-    /// Adds a choice for `group` query heads, and what was read for it.
-    pub(crate) fn add(&mut self, choice: &Choice, reads: &Reads, set: &StaticSet, group: usize) {
+    /// Adds a choice for `group` query heads, and what was read for it besides the rows of a cache of type `kv` with `head_dim`
+    /// channels.
+    pub(crate) fn add(
+        &mut self,
+        choice: &Choice,
+        reads: &Reads,
+        set: &StaticSet,
+        group: usize,
+        kv: KvType,
+        head_dim: usize,
+    ) {
         let bypassed = choice.bypassed.iter().flatten().count();
         let rows = attended(choice, set, group);
-        *self += Self {
+        let known = Self {
             choices: 1,
             visible: set.visible().len() as u64,
             rows: rows as u64,
             ranked_keys: choice.ranked.len() as u64,
+            ..Self::NONE
+        };
+        *self += Self {
             full: u64::from(bypassed == 0 && rows == set.visible().len()),
             bypassed_heads: bypassed as u64,
             index_bytes: reads.index_bytes.map(|bytes| bytes as u64),
             moved_bytes: reads.moved_bytes.map(|bytes| bytes as u64),
             scratch_bytes: reads.scratch_bytes.map(|bytes| bytes as u64),
+            ..known.in_rows(kv, head_dim)
         };
     }
 
-    /// Returns the bytes of the rows and keys in a cache of type `kv` with `head_dim` channels.
-    pub fn kv_bytes(&self, kv: KvType, head_dim: usize) -> u64 {
-        let [row, key] = [kv.bytes_per_position(head_dim), kv.bytes_per_key(head_dim)];
-        self.rows * row as u64 + self.ranked_keys * key as u64
+    /// Returns the same counts with the bytes of rows and keys in a cache of type `kv` with `head_dim` channels.
+    pub(crate) fn in_rows(self, kv: KvType, head_dim: usize) -> Self {
+        let [row, key] =
+            [kv.bytes_per_position(head_dim), kv.bytes_per_key(head_dim)].map(|bytes| bytes as u64);
+        Self {
+            kv_bytes: self.rows * row + self.ranked_keys * key,
+            visible_bytes: self.visible * row,
+            ..self
+        }
     }
 
     /// Returns all bytes read, those of the index included; `None` if the device does not report the index's bytes.
-    pub fn bytes(&self, kv: KvType, head_dim: usize) -> Option<u64> {
-        self.index_bytes.map(|index| index + self.kv_bytes(kv, head_dim))
+    pub fn bytes(&self) -> Option<u64> {
+        self.index_bytes.map(|index| index + self.kv_bytes)
     }
 
     /// Returns [`Counts::bytes`] over the bytes of all visible keys and values in the same cache; `None` also if there
     /// was no choice.
-    pub fn bytes_fraction(&self, kv: KvType, head_dim: usize) -> Option<f64> {
-        self.fraction(self.bytes(kv, head_dim), kv, head_dim)
+    pub fn bytes_fraction(&self) -> Option<f64> {
+        self.fraction(self.bytes())
     }
 
     /// Returns [`Counts::moved_bytes`] over the same bytes as [`Counts::bytes_fraction`].
-    pub fn moved_fraction(&self, kv: KvType, head_dim: usize) -> Option<f64> {
-        self.fraction(self.moved_bytes, kv, head_dim)
+    pub fn moved_fraction(&self) -> Option<f64> {
+        self.fraction(self.moved_bytes)
     }
 
     /// Returns [`Counts::scratch_bytes`] over the same bytes as [`Counts::bytes_fraction`].
-    pub fn scratch_fraction(&self, kv: KvType, head_dim: usize) -> Option<f64> {
-        self.fraction(self.scratch_bytes, kv, head_dim)
+    pub fn scratch_fraction(&self) -> Option<f64> {
+        self.fraction(self.scratch_bytes)
     }
 
     /// Returns bytes over those of all visible keys and values; `None` if there was no choice.
-    fn fraction(&self, bytes: Option<u64>, kv: KvType, head_dim: usize) -> Option<f64> {
-        let visible = self.visible * kv.bytes_per_position(head_dim) as u64;
-        let bytes = bytes.filter(|_| visible > 0);
-        bytes.map(|bytes| bytes as f64 / visible as f64)
+    fn fraction(&self, bytes: Option<u64>) -> Option<f64> {
+        let bytes = bytes.filter(|_| self.visible_bytes > 0);
+        bytes.map(|bytes| bytes as f64 / self.visible_bytes as f64)
     }
 }
 
@@ -196,6 +221,8 @@ impl AddAssign for Counts {
         self.visible += other.visible;
         self.rows += other.rows;
         self.ranked_keys += other.ranked_keys;
+        self.kv_bytes += other.kv_bytes;
+        self.visible_bytes += other.visible_bytes;
         self.full += other.full;
         self.bypassed_heads += other.bypassed_heads;
         let both = |a: Option<u64>, b: Option<u64>| a.zip(b).map(|(a, b)| a + b);

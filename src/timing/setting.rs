@@ -110,9 +110,10 @@ impl LayerSetting {
 
     /// Counts the bytes of the cached rows of one layer; 0 if none is read.
     pub fn row_bytes(&self) -> usize {
-        match self.holds_rows() {
-            true => self.visible_bytes(),
-            false => 0,
+        if self.holds_rows() {
+            self.visible_bytes()
+        } else {
+            0
         }
     }
 
@@ -142,12 +143,13 @@ impl LayerSetting {
     /// Counts the bytes that a step of one KV head reads on the CPU: the index, the keys that are ranked, and
     /// each row that is attended once.
     pub fn read_bytes(&self, reads: &Reads, choice: &Choice) -> usize {
-        let (ranked, attended) = match self.attends {
-            true => (
+        let (ranked, attended) = if self.attends {
+            (
                 reads.unattended_keys,
                 self.static_set().len() + choice.positions.len(),
-            ),
-            false => (reads.keys, 0),
+            )
+        } else {
+            (reads.keys, 0)
         };
         reads.index_bytes.unwrap_or(0) + self.key_bytes() * ranked + self.position_bytes() * attended
     }
@@ -155,9 +157,10 @@ impl LayerSetting {
     /// Counts the bytes that a step on a GPU has to move: the index, and each row that is attended once.
     pub fn moved_bytes(&self) -> usize {
         let set = self.static_set();
-        let attended = match self.bench.retrieves() {
-            true => set.len() + self.budget().min(set.candidates.len()),
-            false => self.layer.context,
+        let attended = if self.bench.retrieves() {
+            set.len() + self.budget().min(set.candidates.len())
+        } else {
+            self.layer.context
         };
         self.index_bytes() + self.row_bytes() / self.layer.context * attended
     }
@@ -181,7 +184,7 @@ impl LayerSetting {
             context: n,
             ..
         } = self.layer;
-        let (kv, budget) = (self.kv.as_str(), self.budget.value());
+        let (kv, budget) = (self.kv, self.budget.value());
         let h = self.group * g;
         format!("batch {b}, {h}/{g} heads x {d}, {n} positions, {kv}, budget {budget}")
     }

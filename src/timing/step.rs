@@ -142,11 +142,12 @@ impl<'a> CpuSteps<'a> {
             self.bytes += setting.read_bytes(&reads, chosen);
             self.scored += chosen.products;
             let (kv, d) = (setting.kv, setting.layer.head_dim);
-            match setting.attends {
-                true => add_rows(&mut reads, chosen, &set, setting.group, kv, d),
-                false => reads.rows(kv, d, &[], &chosen.ranked),
+            if setting.attends {
+                add_rows(&mut reads, chosen, &set, setting.group, kv, d)
+            } else {
+                reads.rows(kv, d, &[], &chosen.ranked)
             }
-            self.counts.add(chosen, &reads, &set, setting.group);
+            self.counts.add(chosen, &reads, &set, setting.group, kv, d);
         }
         Ok(seconds)
     }
@@ -162,12 +163,12 @@ impl<'a> CpuSteps<'a> {
     pub fn shares(&self) -> Value {
         let LayerSetting { kv, layer, .. } = self.setting;
         let rows = if self.setting.attends { self.counts.rows } else { 0 };
-        let counts = Counts { rows, ..self.counts };
+        let counts = Counts { rows, ..self.counts }.in_rows(*kv, layer.head_dim);
         json!({
-            "bytes_read_fraction": counts.bytes_fraction(*kv, layer.head_dim),
+            "bytes_read_fraction": counts.bytes_fraction(),
             "granule": CPU_GRANULE,
-            "bytes_moved_fraction": counts.moved_fraction(*kv, layer.head_dim),
-            "scratch_bytes_fraction": counts.scratch_fraction(*kv, layer.head_dim),
+            "bytes_moved_fraction": counts.moved_fraction(),
+            "scratch_bytes_fraction": counts.scratch_fraction(),
         })
     }
 

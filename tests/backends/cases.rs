@@ -139,9 +139,8 @@ impl Case {
     /// Lower triangular factors, `[b,d,d]`.
     pub fn factors(&self) -> Array3<f32> {
         let mut rng = self.rng(4);
-        Array3::from_shape_fn((self.heads, self.d, self.d), |(_, i, j)| match j <= i {
-            true => normal(&mut rng),
-            false => 0.0,
+        Array3::from_shape_fn((self.heads, self.d, self.d), |(_, i, j)| {
+            if j <= i { normal(&mut rng) } else { 0.0 }
         })
     }
 

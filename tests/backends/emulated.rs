@@ -277,9 +277,10 @@ impl Driver for Emulated {
 
 /// Copies run at once, launches that are recorded later.
 fn not_while_recording() -> Result<()> {
-    match NOTES.with_borrow(|notes| notes.noting.is_some()) {
-        true => Err(Error::internal("a copy while launches are recorded")),
-        false => Ok(()),
+    if NOTES.with_borrow(|notes| notes.noting.is_some()) {
+        Err(Error::internal("a copy while launches are recorded"))
+    } else {
+        Ok(())
     }
 }
 

@@ -216,9 +216,10 @@ fn kit(driver: &Path, seconds: u32, fails: &str) -> tempfile::TempDir {
     let random_model = root().join("benches/make_random_model.py");
     std::os::unix::fs::symlink(random_model, at("make_random_model.py")).unwrap();
     for name in ["backends", "decode", "cuda_model", "cmd_device"] {
-        let result = match name == fails {
-            true => "echo 'test result: FAILED. 1 passed; 1 failed'; exit 101",
-            false => "echo 'test result: ok. 5 passed; 0 failed'",
+        let result = if name == fails {
+            "echo 'test result: FAILED. 1 passed; 1 failed'; exit 101"
+        } else {
+            "echo 'test result: ok. 5 passed; 0 failed'"
         };
         write(name, &format!("#!/bin/sh\nsleep {seconds}\n{result}\n"));
     }

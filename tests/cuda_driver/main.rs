@@ -36,9 +36,10 @@ const REFUSALS: [(&str, &str); 5] = [
 ];
 
 fn main() -> ExitCode {
-    let driver = match kernels::are_built_in() {
-        true => build(),
-        false => Err("this build has no kernels built in; `make cuda` fetches an nvcc".to_owned()),
+    let driver = if kernels::are_built_in() {
+        build()
+    } else {
+        Err("this build has no kernels built in; `make cuda` fetches an nvcc".to_owned())
     };
     if let Err(reason) = &driver {
         eprintln!("ignored, {reason}");
@@ -62,6 +63,8 @@ fn main() -> ExitCode {
     add("bench_decode", bench::decode);
     add("bench_decode_without_room", bench::decode_without_room);
     add("run", model::run);
+    add("run_planned", model::run_planned);
+    add("constant_heads", model::constant_heads);
     add("run_rounded", model::run_rounded);
     add("host", model::host);
     add("chat", model::chat);

@@ -11,7 +11,7 @@ use kvsmith::internal::store::{self, Tensor};
 use serde_json::{Value, json as object};
 
 use super::checked::stamp;
-use super::common::{Outcome, checkpoint, number, root};
+use super::common::{Outcome, checkpoint, number, resealed, root};
 use super::libraries::build_cublas;
 use super::{command, run_wrong};
 
@@ -120,6 +120,106 @@ pub fn run(driver: &Path) {
             assert_eq!(cuda["index_bytes"], room.next_multiple_of(8) * 2 * 4 * 4 * 4);
             assert!(cuda["bypass_fraction"].as_f64().unwrap() > 0.0);
         }
+    }
+}
+
+/// KV heads of a layer with methods, budgets and row formats of their own: the same tokens and positions as on the CPU.
+pub fn run_planned(driver: &Path) {
+    let dir = scratch(driver);
+    let at = dir.path().display();
+    let head = |method: &str, budget: f64| object!({ "method": method, "budget": budget, "keys": "f32", "values": "f32" });
+    let mut bypassing = head("lfps", 0.2);
+    bypassing["params"] = object!({ "lfps_theta": 0.85 });
+    let layers = [
+        [head("wpq", 0.1), bypassing.clone()],
+        [bypassing.clone(), head("selfindex", 0.15)],
+        [head("a2ats", 0.2), bypassing.clone()],
+        [bypassing, head("ctkvr", 0.1)],
+    ];
+    let layers: Vec<Value> = layers.iter().map(|heads| object!({ "heads": heads })).collect();
+    let plan = object!({ "head_plan": { "sinks": 4, "window": 16, "layers": layers } });
+    std::fs::write(dir.path().join("plan.json"), plan.to_string()).unwrap();
+    let run = |device: &str| {
+        let trace = format!("{at}/planned-{device}");
+        let result = json(
+            driver,
+            &format!(
+                "run -q --json --model calib-data/model --artifact {at}/a.safetensors --prompt-file {at}/short \
+                 --head-plan {at}/plan.json --max-new 6 --precision f32 --ignore-eos --device {device} --trace {trace}"
+            ),
+        );
+        (result, std::fs::read_to_string(trace).unwrap())
+    };
+    let ((cuda, cuda_trace), (cpu, cpu_trace)) = (run("cuda"), run("cpu"));
+    assert_eq!(cuda["fallbacks"], object!([]));
+    assert_eq!((&cuda["ids"], &cuda["method"]), (&cpu["ids"], &object!("plan")));
+    assert_eq!(cuda_trace, cpu_trace);
+    for key in ["kv_read_fraction", "exact_dot_fraction", "bypass_fraction"] {
+        let (a, b) = (number(&cuda, key), number(&cpu, key));
+        assert!((a - b).abs() < 1e-9, "{key}: {a} {b}");
+    }
+    for key in [
+        "choices",
+        "rows_read",
+        "keys_ranked",
+        "kv_bytes_read",
+        "bypasses",
+        "bypassed_heads",
+        "layers",
+    ] {
+        assert_eq!(cuda[key], cpu[key], "{key}");
+    }
+    assert!(number(&cuda, "bypass_fraction") > 0.0);
+}
+
+/// A constant head is attended in full beside the others of its layer; caches and indexes stay on the GPU.
+pub fn constant_heads(driver: &Path) {
+    let dir = scratch(driver);
+    let at = dir.path().display();
+    let marked = format!("{at}/marked.safetensors");
+    resealed(&format!("{at}/a.safetensors"), &marked, |manifest| {
+        for section in ["wpq", "a2ats"] {
+            manifest["quality"][section][1][0]["constant"] = object!(true);
+        }
+    });
+    for method in ["wpq", "a2ats"] {
+        let log = dir.path().join(format!("{method}-log"));
+        let run = |device: &str| {
+            let trace = format!("{at}/constant-{method}-{device}");
+            let arguments = format!(
+                "run --json --model calib-data/model --artifact {marked} --prompt-file {at}/short --method {method} \
+                 --budget 0.1 --window 16 --max-new 6 --kv f32 --precision f32 --ignore-eos --device {device} --trace {trace}"
+            );
+            let outcome = kvsmith(driver, &arguments);
+            (outcome, std::fs::read_to_string(trace).unwrap())
+        };
+        let ((cuda, cuda_trace), (cpu, cpu_trace)) = (run("cuda"), run("cpu"));
+        assert!(!cuda.stderr.contains("on the CPU"), "{}", cuda.stderr);
+        let (cuda, cpu) = (cuda.json(), cpu.json());
+        assert_eq!((&cuda["ids"], cuda_trace), (&cpu["ids"], cpu_trace), "{method}");
+        assert_eq!(cuda["layers"][1]["full_heads"], object!([0]));
+        assert_eq!(
+            (&cuda["rows_read"], &cuda["layers"]),
+            (&cpu["rows_read"], &cpu["layers"])
+        );
+        // Steps without a trace are recorded: the layer with the constant head has two parts, whose rows are gathered.
+        let mut recorded = command(
+            driver,
+            &format!(
+                "run -q --json --model calib-data/model --artifact {marked} --prompt-file {at}/short --method {method} \
+                 --budget 0.1 --window 16 --max-new 3 --ignore-eos --device cuda"
+            ),
+        );
+        Outcome::of(recorded.env("FAKE_CUDA_LOG", &log).output().unwrap()).ok();
+        let graphs = std::fs::read_to_string(&log).unwrap();
+        let kernels: Vec<&str> = graphs.lines().next().unwrap().split_whitespace().collect();
+        let count = |name: &str| kernels.iter().filter(|kernel| **kernel == name).count();
+        assert_eq!(
+            (count("gather_heads"), count("scatter_heads")),
+            (2 * 5, 2),
+            "{graphs}"
+        );
+        assert_eq!(count("split_heads"), 4);
     }
 }
 

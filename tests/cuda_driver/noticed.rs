@@ -44,9 +44,10 @@ fn tries_all() -> bool {
 
 /// The kernels that are made wrong, one per test.
 pub fn kernels() -> Vec<&'static str> {
-    match tries_all() {
-        true => launched().collect(),
-        false => TRIED.map(|(kernel, _)| kernel).into(),
+    if tries_all() {
+        launched().collect()
+    } else {
+        TRIED.map(|(kernel, _)| kernel).into()
     }
 }
 
@@ -121,9 +122,12 @@ pub fn check(kernel: &'static str) {
         return assert_ne!(last, Found::Unnoticed, "{kernel} without its last block");
     }
     let (is_idle, is_missed) = (IDLE_AT_THE_END.contains(&kernel), UNNOTICED.contains(&kernel));
-    let expected = |is_noticed: bool| match is_noticed {
-        true => Found::Noticed,
-        false => Found::Unnoticed,
+    let expected = |is_noticed: bool| {
+        if is_noticed {
+            Found::Noticed
+        } else {
+            Found::Unnoticed
+        }
     };
     assert_eq!(
         last,

@@ -11,10 +11,15 @@ use kvsmith::internal::cuda::sequences::RowsIn;
 use kvsmith::internal::kv::KvType;
 use kvsmith::internal::kv::sample::{Sampler, Sampling, greedy};
 use kvsmith::internal::method::Method;
+use kvsmith::internal::method::declaration::Ask;
+use kvsmith::internal::method::params::MethodParams;
+use kvsmith::internal::method::plan::Plan;
 use kvsmith::internal::runner::{Backend, DecodeOptions, Engine, Session};
+use serde_json::{Value, json};
 
 use super::Check;
 use super::common::golden::{Golden, for_cuda, generate, options};
+use super::common::json_lines;
 use super::forward::same_replies;
 use super::near_ties::{self, greedy_agreeing};
 
@@ -30,6 +35,9 @@ pub fn cases() -> Vec<(String, Check)> {
         let golden = dir.clone();
         let check = move |driver: &dyn Driver| engine(driver, &Golden::open(&golden));
         cases.push((format!("engine::{name}"), Box::new(check)));
+        let golden = dir.clone();
+        let check = move |driver: &dyn Driver| planned(driver, &Golden::open(&golden));
+        cases.push((format!("planned::{name}"), Box::new(check)));
         if name.starts_with("llama_default") || name.contains("sliding") {
             let check = move |driver: &dyn Driver| batch(driver, &Golden::open(&dir));
             cases.push((format!("batch::{name}"), Box::new(check)));
@@ -38,14 +46,137 @@ pub fn cases() -> Vec<(String, Check)> {
     cases
 }
 
+/// KV heads of a layer that have methods, budgets and row formats of their own choose what each method alone chooses on the
+/// device, to the bit. The inputs of the first layer are the same; those of the others depend on what was chosen before.
+fn planned(driver: &dyn Driver, golden: &Golden) {
+    let sizes = golden.decoder.config.sizes();
+    if sizes.n_kv_heads < 2 || !sizes.head_dim.is_multiple_of(4) {
+        return;
+    }
+    let after_one_prompt = [
+        ("topk", "0.3", KvType::F32),
+        ("streaming", "0.2", KvType::F16),
+        ("selfindex", "0.25", KvType::TWO_BIT),
+        ("ctkvr", "0.3", KvType::BF16),
+        ("full", "0.1", KvType::F32),
+    ];
+    check_planned(driver, golden, &after_one_prompt, 50..50);
+    let after_two = [
+        ("topk", "0.3", KvType::F32),
+        ("streaming", "0.2", KvType::F16),
+        ("ctkvr", "0.3", KvType::BF16),
+    ];
+    check_planned(driver, golden, &after_two, 35..50);
+}
+
+/// Checks plans of these methods, with budgets and types of the cache. The tokens `later` of 60 are a second prompt.
+fn check_planned(
+    driver: &dyn Driver,
+    golden: &Golden,
+    served: &[(&str, &str, KvType)],
+    later: std::ops::Range<usize>,
+) {
+    let (decoder, sizes) = (&golden.decoder, golden.decoder.config.sizes());
+    let vocab = decoder.config.vocab_size as u32;
+    let ids: Vec<u32> = (0..60).map(|i| (i * 37 + 11) % vocab).collect();
+    let has_later = !later.is_empty();
+    let run = |method: &dyn Method, options: DecodeOptions| {
+        let body = Body::load(driver, decoder, Precision::F32).unwrap();
+        let mut lines = Vec::new();
+        let mut session = Session::new(CudaBackend::new(body, method, options, 1, 64).unwrap());
+        session.trace(&mut lines);
+        session.prefill(&ids[..30]).unwrap();
+        ids[30..later.start]
+            .iter()
+            .for_each(|id| drop(session.step(*id).unwrap()));
+        if has_later {
+            session.prefill(&ids[later.clone()]).unwrap();
+        }
+        ids[later.end..]
+            .iter()
+            .for_each(|id| drop(session.step(*id).unwrap()));
+        let counts = session.counts().unwrap()[0];
+        drop(session);
+        (json_lines(&String::from_utf8(lines).unwrap()), counts)
+    };
+    let steps = 30 - later.len();
+    let alone: Vec<_> = served
+        .iter()
+        .map(|(name, budget, kv)| run(golden.method(name).as_ref(), options(budget, *kv)))
+        .collect();
+    for shift in 0..served.len() {
+        let of = |kv_head: usize| (kv_head + shift) % served.len();
+        let head = |kv_head: usize| {
+            let (name, budget, kv) = served[of(kv_head)];
+            json!({"method": name, "budget": budget, "keys": kv.keys, "values": kv.values})
+        };
+        let heads: Vec<Value> = (0..sizes.n_kv_heads).map(head).collect();
+        // The last layer has one method.
+        let last = json!({"heads": [{"repeat": sizes.n_kv_heads, "method": "topk", "budget": "0.3", "keys": "f32", "values": "f32"}]});
+        let layers = json!([{"repeat": sizes.n_layers - 1, "heads": heads}, last]);
+        let plan = Plan::read(json!({ "layers": layers })).unwrap();
+        let method = plan.prepare(&Ask {
+            artifact: None,
+            ropes: &decoder.ropes,
+            sizes,
+            params: &MethodParams::default(),
+            seed: 0,
+        });
+        let (method, options) = (method.unwrap(), options("0.5", KvType::F32));
+        assert!(CudaBackend::can(method.as_ref(), &options, has_later));
+        let (found, counts) = run(method.as_ref(), options);
+        let mut compared = 0;
+        for line in found.iter().filter(|line| line["layer"] == 0) {
+            let kv_head = line["kv_head"].as_u64().unwrap() as usize;
+            let same = |other: &&Value| {
+                ["step", "layer", "kv_head"]
+                    .iter()
+                    .all(|key| other[key] == line[key])
+            };
+            let expected = alone[of(kv_head)].0.iter().find(same).unwrap();
+            assert_eq!(line, expected, "{}", served[of(kv_head)].0);
+            compared += 1;
+        }
+        assert_eq!(compared, steps * sizes.n_kv_heads);
+        assert_eq!(counts.choices, (steps * sizes.n_kv_heads) as u64);
+        // Besides what was chosen, every head reads sinks and window in each step.
+        let chosen = |kv_head: usize| {
+            let own = alone[of(kv_head)].0.iter();
+            let own = own.filter(|line| line["layer"] == 0 && line["kv_head"] == kv_head);
+            own.map(|line| line["positions"].as_array().unwrap().len())
+                .sum::<usize>()
+        };
+        let static_rows = steps * sizes.n_kv_heads * (options.sinks + options.window);
+        let rows = static_rows + (0..sizes.n_kv_heads).map(chosen).sum::<usize>();
+        if decoder.config.windows()[0].is_none() {
+            assert_eq!(counts.rows, rows as u64);
+        }
+    }
+}
+
 /// Several sequences at once are what each is alone, from empty caches on, but for near ties: products of three rows may
 /// be summed in another order than those of one.
 fn batch(driver: &dyn Driver, golden: &Golden) {
     const STEPS: usize = 20;
     let vocab = golden.decoder.config.vocab_size as u32;
     let token = |sequence: usize, step: usize| (7 + 13 * sequence + 5 * step) as u32 % vocab;
-    for (method, budget) in [("full", "1.0"), ("topk", "0.3"), ("streaming", "0.3")] {
-        let (method, options) = (golden.method(method), options(budget, KvType::F32));
+    let sizes = golden.decoder.config.sizes();
+    let heads: Vec<Value> = (0..sizes.n_kv_heads)
+        .map(|head| if head % 2 == 0 { "topk" } else { "full" })
+        .map(|method| json!({"method": method, "budget": 0.3, "keys": "f32", "values": "f32"}))
+        .collect();
+    let plan = json!({"layers": [{"repeat": sizes.n_layers, "heads": heads}]});
+    let planned = Plan::read(plan).unwrap().prepare(&Ask {
+        artifact: None,
+        ropes: &golden.decoder.ropes,
+        sizes,
+        params: &MethodParams::default(),
+        seed: 0,
+    });
+    let methods = [("full", "1.0"), ("topk", "0.3"), ("streaming", "0.3")];
+    let methods = methods.map(|(name, budget)| (golden.method(name), budget));
+    for (method, budget) in methods.into_iter().chain([(planned.unwrap(), "0.3")]) {
+        let options = options(budget, KvType::F32);
         let backend = |sequences| {
             let body = Body::load(driver, &golden.decoder, Precision::F32).unwrap();
             CudaBackend::new(body, method.as_ref(), options, sequences, STEPS + 4).unwrap()

@@ -52,9 +52,12 @@ pub fn cases() -> Vec<Case> {
 
 fn head(case: &Case, rope: &Rope, rng: &mut ChaCha8Rng) -> HeadCodebook {
     let (size, d) = (case.special.size, case.shape.head_dim);
-    let value = |rng: &mut ChaCha8Rng| match case.ties {
-        true => f32::from(rng.r#gen::<u8>() % 3) * 0.5 - 0.5,
-        false => half::f16::from_f32(normal(rng)).to_f32(),
+    let value = |rng: &mut ChaCha8Rng| {
+        if case.ties {
+            f32::from(rng.r#gen::<u8>() % 3) * 0.5 - 0.5
+        } else {
+            half::f16::from_f32(normal(rng)).to_f32()
+        }
     };
     let mut codebook = Array2::from_shape_simple_fn((size, d), || value(rng));
     if case.ties {
@@ -135,9 +138,10 @@ pub fn check(driver: &dyn Driver, case: &Case) {
             let mut counts = vec![0; size];
             row.iter().for_each(|c| counts[*c as usize] += 1);
             assert_eq!(all_counts[at * size..(at + 1) * size], counts, "step {step}");
-            let bound = match per_query_head {
-                true => Bound::PerQueryHead(budget as u64),
-                false => Bound::Union(budget),
+            let bound = if per_query_head {
+                Bound::PerQueryHead(budget as u64)
+            } else {
+                Bound::Union(budget)
             };
             let expected = choose(own, &counts, row, candidates.start as u32, bound);
             assert_eq!(chosen[at], expected, "step {step}, head {at}");

@@ -121,7 +121,7 @@ impl<S> Case<S> {
         match self.float {
             Float::F32 => KvType::F32,
             Float::F16 => KvType::F16,
-            Float::Bf16 => KvType::Bf16,
+            Float::Bf16 => KvType::BF16,
         }
     }
 

@@ -266,9 +266,10 @@ impl<'d> Sides<'d> {
             let queries = matrix(&fed.queries, at, [r, d]);
             let (choice, exact) = head.step(&self.batch, at, step, queries);
             assert_eq!(positions[at], choice.positions, "step {step}, head {at}");
-            let expected = match exact {
-                true => 0,
-                false => choice.ranked.len() + choice.positions.len(),
+            let expected = if exact {
+                0
+            } else {
+                choice.ranked.len() + choice.positions.len()
             };
             assert_eq!(ranked[at] as usize, expected, "step {step}, head {at}");
             assert_eq!(choice.products, r * expected, "step {step}, head {at}");

@@ -67,9 +67,12 @@ fn codebook(special: &Special, d: usize, rng: &mut ChaCha8Rng) -> Array2<f32> {
     let values: Vec<f32> = (0..base * d)
         .map(|_| half::f16::from_f32(normal(rng)).to_f32())
         .collect();
-    Array2::from_shape_fn((size, d), |(c, j)| match tilt > 0.0 && j == c % base % d {
-        true => (c / base) as f32 * tilt,
-        false => values[c % base * d + j],
+    Array2::from_shape_fn((size, d), |(c, j)| {
+        if tilt > 0.0 && j == c % base % d {
+            (c / base) as f32 * tilt
+        } else {
+            values[c % base * d + j]
+        }
     })
 }
 

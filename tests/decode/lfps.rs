@@ -245,9 +245,10 @@ fn shares(choice: &Choice, set: &StaticSet, r: usize) -> [f64; TALLIES] {
     let n = set.visible().len() as f64;
     let bypassed = choice.bypassed.iter().flatten().count();
     let sinks = set.candidates.start - set.visible().start;
-    let attended = match bypassed == r {
-        true => sinks,
-        false => set.len() + choice.positions.len(),
+    let attended = if bypassed == r {
+        sinks
+    } else {
+        set.len() + choice.positions.len()
     };
     [
         (attended as f64 + choice.ranked.len() as f64 / 2.0) / n,

@@ -84,9 +84,10 @@ impl Numbers {
             weight,
             bias: if case.bias { draw(case.n) } else { Vec::new() },
             // Without accumulation nothing of it may be left.
-            before: match case.accumulate {
-                true => draw(case.m * case.n),
-                false => vec![f32::NAN; case.m * case.n],
+            before: if case.accumulate {
+                draw(case.m * case.n)
+            } else {
+                vec![f32::NAN; case.m * case.n]
             },
         }
     }

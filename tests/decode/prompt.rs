@@ -104,7 +104,7 @@ impl Reference {
         packed.prompt(keys, values, &query, seen.clone());
         // The cache has the full-precision tokens.
         let place = Place {
-            kv: KvType::TwoBit,
+            kv: KvType::TWO_BIT,
             ..case.place(0)
         };
         let params = selfindex::SelfIndexParams {
@@ -114,7 +114,7 @@ impl Reference {
         };
         let method = selfindex::SelfIndexMethod::new(&params, None, d).unwrap();
         let mut index = method.head(&place);
-        let mut kv = KvHead::new(KvType::TwoBit, d, n, layout);
+        let mut kv = KvHead::new(KvType::TWO_BIT, d, n, layout);
         kv.prompt(keys, values, &query, seen);
         index.prefill(&Prompt {
             first: 0,

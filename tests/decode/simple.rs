@@ -35,7 +35,7 @@ pub fn check(driver: &dyn Driver, case: &Case) {
     batch.set(&case.special);
     let recent = Streaming::new(driver, shape, limits).unwrap();
     let (seed, layer) = (7, 5);
-    let drawn = Draws::new(driver, shape, limits, seed, layer).unwrap();
+    let drawn = Draws::new(driver, shape, limits, seed, layer, 0..shape.kv_heads).unwrap();
     let (kv, queries) = (case.kv_head(), Array2::zeros((2, 8)));
     for index in 0..2 {
         batch.advance(1);

@@ -10,7 +10,7 @@ use kvsmith::internal::float::Float;
 use kvsmith::internal::kv::cuda::attend::LayerRows;
 use kvsmith::internal::kv::cuda::cache::LayerCache;
 use kvsmith::internal::kv::packed::{Center, Layout, Packed};
-use kvsmith::internal::kv::{Budget, KvHead};
+use kvsmith::internal::kv::{Budget, KvHead, KvType};
 use kvsmith::internal::method::wpq::cuda::{Quantisers, RefinedKeys, Sizes, Wpq, WpqWorkspace};
 use kvsmith::internal::method::wpq::{HeadCodebook, MeanPath, Wpq as CpuWpq};
 use kvsmith::internal::method::{Prompt, Retriever};
@@ -448,6 +448,8 @@ fn log_sum(scores: impl Iterator<Item = f64> + Clone) -> f64 {
 /// One KV head on the CPU.
 struct Head {
     kv: KvHead,
+    /// The rows of `kv` if they are in 2 bits.
+    packed: Option<Packed>,
     index: CpuWpq,
     /// The keys as they were encoded.
     keys: Vec<f32>,
@@ -456,9 +458,15 @@ struct Head {
 impl Head {
     fn prompt(case: &Case, of: Arc<HeadCodebook>, keys: ArrayView2<f32>, query: &[f32]) -> Self {
         let (n, d) = keys.dim();
-        let mut kv = match case.special.packed {
-            true => KvHead::Packed(Box::new(Packed::new(d, Layout::from(Center::Median), n))),
-            false => case.kv_head(),
+        let layout = Layout::from(Center::Median);
+        let packed = case.special.packed.then(|| {
+            let mut packed = Packed::new(d, layout, n);
+            packed.prompt(keys, keys, query, 0..n);
+            packed
+        });
+        let mut kv = match packed {
+            Some(_) => KvHead::new(KvType::TWO_BIT, d, n, layout),
+            None => case.kv_head(),
         };
         kv.prompt(keys, keys, query, 0..n);
         let mut index = CpuWpq::new(of);
@@ -473,6 +481,7 @@ impl Head {
         });
         Self {
             kv,
+            packed,
             index,
             keys: keys.iter().copied().collect(),
         }
@@ -481,6 +490,9 @@ impl Head {
     fn append(&mut self, key: &[f32]) {
         let row = matrix(key, 0, [1, key.len()]);
         self.kv.extend(row, row);
+        if let Some(packed) = &mut self.packed {
+            packed.extend(row, row);
+        }
         self.index.append(row, row);
         self.keys.extend(key);
     }
@@ -504,12 +516,11 @@ impl Head {
 
 /// The device's cache of all heads after a prompt.
 fn cache_of<'d>(driver: &'d dyn Driver, case: &Case, heads: &[Head]) -> LayerCache<'d> {
-    let packed = |head: &Head| match &head.kv {
-        KvHead::Packed(packed) => Some(packed.clone()),
-        KvHead::Plain { .. } => None,
-    };
-    if let Some(all) = heads.iter().map(packed).collect::<Option<Vec<_>>>() {
-        let all: Vec<&Packed> = all.iter().map(|packed| &**packed).collect();
+    if let Some(all) = heads
+        .iter()
+        .map(|head| head.packed.as_ref())
+        .collect::<Option<Vec<&Packed>>>()
+    {
         return LayerCache::Packed(Box::new(packed_layer(driver, case.shape, &all)));
     }
     LayerCache::Plain(LayerRows::new(driver, case.shape, case.float).unwrap())

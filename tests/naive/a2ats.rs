@@ -197,9 +197,10 @@ impl Model for NaiveA2ats {
 pub fn check() {
     let make = |rng: &mut ChaCha8Rng, place: &Place, _: Center| {
         let m = rng.gen_range(1..40);
-        let distances = match rng.gen_bool(0.4) {
-            true => Distances::Buckets(random_edges(rng)),
-            false => Distances::At(pick(rng, &[0, 100, 2048])),
+        let distances = if rng.gen_bool(0.4) {
+            Distances::Buckets(random_edges(rng))
+        } else {
+            Distances::At(pick(rng, &[0, 100, 2048]))
         };
         let mut model = random_codebook(place.head_dim, distances, || noise(rng), m);
         let ranking = pick(rng, &[Ranking::Fast, Ranking::Plain]);

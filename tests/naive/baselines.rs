@@ -89,9 +89,10 @@ impl Model for NaiveFull {
 
     fn chose(&mut self, history: &History) -> Verdict {
         let step = history.step();
-        match step.chosen() == step.candidates.clone().collect() {
-            true => Ok(Agreement::Same),
-            false => Err(format!("{:?} is not everything", step.chosen())),
+        if step.chosen() == step.candidates.clone().collect() {
+            Ok(Agreement::Same)
+        } else {
+            Err(format!("{:?} is not everything", step.chosen()))
         }
     }
 
@@ -127,9 +128,10 @@ impl Model for NaiveTopK {
         }
         items.retain(|item| step.candidates.contains(&item.position));
         check_best(&items, &step.chosen(), step.budget)?;
-        match step.choice.products == step.q_rope.len() * seen.len() {
-            true => Ok(Agreement::Same),
-            false => Err(format!("{} products", step.choice.products)),
+        if step.choice.products == step.q_rope.len() * seen.len() {
+            Ok(Agreement::Same)
+        } else {
+            Err(format!("{} products", step.choice.products))
         }
     }
 
@@ -257,9 +259,10 @@ impl Model for NaiveQuest {
 
     fn read(&self, history: &History) -> Option<Vec<Array>> {
         let (step, place) = (history.step(), &history.place);
-        let value = match place.kv {
-            KvType::F16 | KvType::Bf16 => 2,
-            _ => 4,
+        let value = if [KvType::F16, KvType::BF16].contains(&place.kv) {
+            2
+        } else {
+            4
         };
         let pages = step.candidates.clone().map(|p| p / self.page);
         Some(vec![Array::items(2 * value * place.head_dim, pages)])

@@ -121,9 +121,12 @@ impl NaiveCtkvr {
 
     /// The program's lists, which must be ascending.
     fn lists(program: &Ctkvr) -> Result<Vec<BTreeSet<usize>>, String> {
-        let set = |list: &[u32]| match list.windows(2).all(|w| w[0] < w[1]) {
-            true => Ok(list.iter().map(|p| *p as usize).collect()),
-            false => Err(format!("{list:?} is not ascending")),
+        let set = |list: &[u32]| {
+            if list.windows(2).all(|w| w[0] < w[1]) {
+                Ok(list.iter().map(|p| *p as usize).collect())
+            } else {
+                Err(format!("{list:?} is not ascending"))
+            }
         };
         program.lists().map(set).collect()
     }
@@ -164,9 +167,10 @@ impl NaiveCtkvr {
 
     fn check_unchanged(&self, program: &Ctkvr) -> Result<(), String> {
         let lists = Self::lists(program)?;
-        match lists.iter().eq(self.centroids.iter().map(|c| &c.list)) {
-            true => Ok(()),
-            false => Err("lists changed without an update".to_string()),
+        if lists.iter().eq(self.centroids.iter().map(|c| &c.list)) {
+            Ok(())
+        } else {
+            Err("lists changed without an update".to_string())
         }
     }
 

@@ -35,9 +35,12 @@ impl NaiveDoubleSparsity {
         let low = values.iter().copied().fold(f32::INFINITY, f32::min);
         let high = values.iter().copied().fold(f32::NEG_INFINITY, f32::max);
         let step = (high - low) / 15.0;
-        let code = |x: &f32| match step > 0.0 {
-            true => ((x - low) / step).round() as u8,
-            false => 0,
+        let code = |x: &f32| {
+            if step > 0.0 {
+                ((x - low) / step).round() as u8
+            } else {
+                0
+            }
         };
         let half = |x: f32| f64::from(f16::from_f32(x.clamp(-65504.0, 65504.0)));
         (values.iter().map(code).collect(), half(low), half(step))
@@ -77,9 +80,12 @@ impl Model for NaiveDoubleSparsity {
         let (step, labels) = (history.step(), self.labels(history));
         let seen: Vec<usize> = step.visible.clone().collect();
         let estimates = step.q_rope.iter().map(|q| {
-            let of = |p: &usize| match step.candidates.contains(p) {
-                true => self.product(q, &labels[*p]),
-                false => (score(q, &step.keys[*p]), score_bound(q, &step.keys[*p])),
+            let of = |p: &usize| {
+                if step.candidates.contains(p) {
+                    self.product(q, &labels[*p])
+                } else {
+                    (score(q, &step.keys[*p]), score_bound(q, &step.keys[*p]))
+                }
             };
             seen.iter().map(of).collect::<Vec<_>>()
         });

@@ -73,7 +73,7 @@ fn random_place(rng: &mut ChaCha8Rng) -> Place {
         sinks: rng.gen_range(0..=5),
         window: rng.gen_range(1..=20),
         budget,
-        kv: pick(rng, &[KvType::F32, KvType::F32, KvType::F16, KvType::TwoBit]),
+        kv: pick(rng, &[KvType::F32, KvType::F32, KvType::F16, KvType::TWO_BIT]),
     }
 }
 
@@ -95,7 +95,7 @@ impl<M: Model> Head<M> {
             near_ties: 0,
             sparse: 0,
             counted: 0,
-            packed: (place.kv == KvType::TwoBit).then(NaivePacked::default),
+            packed: (place.kv == KvType::TWO_BIT).then(NaivePacked::default),
         }
     }
 
@@ -238,9 +238,10 @@ fn check_choice<M: Model>(model: &mut M, history: &History) -> Result<Option<Agr
     let all: Vec<u32> = step.candidates.clone().map(|p| p as u32).collect();
     if step.is_exact() {
         let attending = step.choice.bypassed.iter().all(Option::is_none);
-        return match *positions == all && attending {
-            true => Ok(None),
-            false => Err(format!("not everything: {:?}", step.choice)),
+        return if *positions == all && attending {
+            Ok(None)
+        } else {
+            Err(format!("not everything: {:?}", step.choice))
         };
     }
     let most = if M::BOUNDED { step.budget } else { all.len() };

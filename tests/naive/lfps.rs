@@ -364,9 +364,10 @@ impl NaiveLfps {
         near_tie |= all_scores.len() > step.budget && has_near_tie(&all_scores, 2.0 * bound);
         let expected = union_within(&lists, step.budget);
         if chosen != expected {
-            return match known && !near_tie {
-                true => Err(format!("{chosen:?} instead of {expected:?}")),
-                false => Ok(Agreement::NearTie),
+            return if known && !near_tie {
+                Err(format!("{chosen:?} instead of {expected:?}"))
+            } else {
+                Ok(Agreement::NearTie)
             };
         }
         if known {
@@ -383,9 +384,10 @@ impl NaiveLfps {
     ) -> Result<(), String> {
         let step = history.step();
         let union: BTreeSet<usize> = marks.iter().flat_map(|m| m.plain.clone()).collect();
-        let rows = match marks.is_empty() {
-            true => estimates.iter().flatten().map(|e| e.local).max().unwrap_or(0),
-            false => union.len() - step.chosen().len(),
+        let rows = if marks.is_empty() {
+            estimates.iter().flatten().map(|e| e.local).max().unwrap_or(0)
+        } else {
+            union.len() - step.chosen().len()
         };
         // The test of an attending head takes products too, of rows that it attends anyway.
         let tests: usize = estimates.iter().flatten().map(|e| e.sinks + e.local).sum();

@@ -323,9 +323,10 @@ pub fn check_reads(arrays: &[Array], read: impl Fn(&mut Reads)) -> Result<(), St
 pub fn check_counted(arrays: &[Array], reads: &Reads, granule: usize) -> Result<(), String> {
     let counted: usize = arrays.iter().map(|array| array.counted).sum();
     let moved: usize = arrays.iter().map(|array| array.moved(granule)).sum();
-    match (reads.index_bytes, reads.moved_bytes) == (Some(counted), Some(moved)) {
-        true => Ok(()),
-        false => Err(format!("{reads:?} instead of {counted} bytes and {moved} moved")),
+    if (reads.index_bytes, reads.moved_bytes) == (Some(counted), Some(moved)) {
+        Ok(())
+    } else {
+        Err(format!("{reads:?} instead of {counted} bytes and {moved} moved"))
     }
 }
 

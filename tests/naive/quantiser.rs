@@ -82,9 +82,10 @@ impl NaivePacked {
         if fit {
             self.centers = centers(history, center);
             let others: Vec<&Row> = self.rows.iter().filter(|r| !r.full).collect();
-            let used: Vec<&Row> = match others.len() < 64 {
-                true => self.rows.iter().collect(),
-                false => others,
+            let used: Vec<&Row> = if others.len() < 64 {
+                self.rows.iter().collect()
+            } else {
+                others
             };
             let largest = |i: usize| {
                 let magnitudes = used.iter().map(|r| centered(&r.key, &self.centers)[i].abs());
@@ -120,14 +121,14 @@ impl NaivePacked {
                 continue;
             }
             let relative: Vec<f64> = x.iter().zip(&self.alpha).map(|(x, a)| x.abs() / a).collect();
-            let any = |what: &str, actual: f64, reads: Vec<f64>, bound: f64| match reads
-                .iter()
-                .any(|r| (r - actual).abs() <= bound)
-            {
-                true => Ok(()),
-                false => Err(format!(
-                    "{what} at {p}: {actual} instead of {reads:?} (bound {bound:e})"
-                )),
+            let any = |what: &str, actual: f64, reads: Vec<f64>, bound: f64| {
+                if reads.iter().any(|r| (r - actual).abs() <= bound) {
+                    Ok(())
+                } else {
+                    Err(format!(
+                        "{what} at {p}: {actual} instead of {reads:?} (bound {bound:e})"
+                    ))
+                }
             };
             for (i, (reads, off)) in groups_of_32(&relative).into_iter().enumerate() {
                 let c = f64::from(self.centers[i]);

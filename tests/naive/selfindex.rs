@@ -100,9 +100,10 @@ pub fn full_after(history: &History, turn: &Turn, before: &BTreeSet<usize>) -> (
 
 /// The same for the cache at hand: one that rounds nothing keeps none of them.
 fn kept_after(history: &History, turn: &Turn, before: &BTreeSet<usize>) -> (BTreeSet<usize>, bool) {
-    match history.place.kv {
-        KvType::TwoBit => full_after(history, turn, before),
-        _ => (BTreeSet::new(), false),
+    if history.place.kv == KvType::TWO_BIT {
+        full_after(history, turn, before)
+    } else {
+        (BTreeSet::new(), false)
     }
 }
 
@@ -128,9 +129,10 @@ impl NaiveSelfIndex {
             let fit = turn.first < 128;
             let first = if fit { 0 } else { turn.first };
             let others: Vec<usize> = (first..turn.end()).filter(|p| !full.contains(p)).collect();
-            let used = match fit && others.len() < FULL {
-                true => (0..turn.end()).collect(),
-                false => others,
+            let used = if fit && others.len() < FULL {
+                (0..turn.end()).collect()
+            } else {
+                others
             };
             if fit {
                 rows.clear();

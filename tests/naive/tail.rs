@@ -43,7 +43,7 @@ impl Case {
         let (r, d) = (pick(&mut rng, &[1, 2, 3, 5]), pick(&mut rng, &[8, 20, 64]));
         let kind = pick(
             &mut rng,
-            &[KvType::F32, KvType::F16, KvType::Bf16, KvType::TwoBit],
+            &[KvType::F32, KvType::F16, KvType::BF16, KvType::TWO_BIT],
         );
         let shift = |rng: &mut ChaCha8Rng| rng.gen_bool(0.7).then(|| rng.gen_range(-2.0..4.0));
         let shifts: Vec<Option<f32>> = (0..r).map(|_| shift(&mut rng)).collect();
@@ -120,21 +120,23 @@ impl Case {
         let left: Vec<usize> = at.seen.clone().filter(|p| !is_read(p)).collect();
         let mut reads = Reads::new(64);
         let Some(partials) = self.estimate(&at, &attended, &mut reads) else {
-            return match left.is_empty() {
-                true => Ok(()),
-                false => Err("no tail".to_owned()),
+            return if left.is_empty() {
+                Ok(())
+            } else {
+                Err("no tail".to_owned())
             };
         };
         // Two sums in f64, and the rows that the sliding window has left behind.
         let dropped = std::mem::replace(&mut self.start, at.seen.start)..at.seen.start;
         let d = self.d;
-        let widths = match self.kind {
-            KvType::F32 => [4 * d, 4 * d, 0],
-            KvType::F16 | KvType::Bf16 => [2 * d, 2 * d, 0],
-            KvType::TwoBit => {
+        let widths = match &self.kind.to_string()[..] {
+            "f32" => [4 * d, 4 * d, 0],
+            "f16" | "bf16" => [2 * d, 2 * d, 0],
+            "2bit" => {
                 let row = d.div_ceil(4) + 4 * d.div_ceil(32);
                 [row, row, d.div_ceil(8)]
             }
+            other => panic!("rows in {other}"),
         };
         let sums = [(); 2].map(|()| Array::whole(8 * d));
         let rows = widths.map(|width| Array::items(width, dropped.clone()));
@@ -176,9 +178,10 @@ fn check(partial: &Partial, at: &Decoded, q: &[f64], left: &[usize], shift: f64)
     }
     // Jensen: without its shift a tail never has more mass than the positions that it stands for.
     let scores: Vec<f64> = left.iter().map(|p| score(q, &at.keys[*p])).collect();
-    match expected - shift <= log_sum_exp(&scores) + 1e-9 {
-        true => Ok(()),
-        false => Err("more mass than there is".to_owned()),
+    if expected - shift <= log_sum_exp(&scores) + 1e-9 {
+        Ok(())
+    } else {
+        Err("more mass than there is".to_owned())
     }
 }
 

@@ -244,9 +244,12 @@ impl Model for NaiveWpq {
         // The estimates from as many stages as each position has.
         let estimates = |stages: &dyn Fn(usize) -> usize| -> Vec<Vec<Estimate>> {
             let of = |(q, tables): (&Vec<f64>, &Vec<Table>)| {
-                let of = |p: &usize| match step.candidates.contains(p) {
-                    true => self.estimate(q, tables, &codes[*p][..stages(*p)], *p),
-                    false => (score(q, &step.keys[*p]), score_bound(q, &step.keys[*p])),
+                let of = |p: &usize| {
+                    if step.candidates.contains(p) {
+                        self.estimate(q, tables, &codes[*p][..stages(*p)], *p)
+                    } else {
+                        (score(q, &step.keys[*p]), score_bound(q, &step.keys[*p]))
+                    }
                 };
                 seen.iter().map(of).collect()
             };

@@ -9,7 +9,7 @@ use crate::error::Result;
 use crate::kv::static_set::{SINKS, WINDOW};
 use crate::kv::{Budget, KvType};
 use crate::machine::Machine;
-use crate::method::declaration::Ask;
+use crate::method::declaration::{Ask, InVerdict};
 use crate::method::named::{self, Named};
 use crate::method::params::MethodParams;
 use crate::method::{CPU_GRANULE, Method};
@@ -127,7 +127,7 @@ impl Judging<'_> {
                     sinks: SINKS,
                     window: WINDOW,
                     budget: Budget::Fraction(1.0),
-                    kv: KvType::Bf16,
+                    kv: KvType::BF16,
                     packed: params.selfindex.layout(Some(artifact))?,
                     granule: CPU_GRANULE,
                 },
@@ -138,12 +138,13 @@ impl Judging<'_> {
         };
         stages.time(BUDGETS, || measurement.plan())?;
         stages.time(VERDICT, || measurement.read_texts())?;
-        let outcome = match Probe::is_possible(self.material.text.passages.len()) {
-            true => stages.time(PROBE, || measurement.ask())?,
-            false => Err(format!(
+        let outcome = if Probe::is_possible(self.material.text.passages.len()) {
+            stages.time(PROBE, || measurement.ask())?
+        } else {
+            Err(format!(
                 "{LEAST_QUESTIONS} questions need {} of text",
                 counted(LEAST_QUESTIONS.div_ceil(QUESTIONS), "block")
-            )),
+            ))
         };
         Ok(measurement.verdict(&names, outcome))
     }
@@ -198,7 +199,7 @@ impl Measurement<'_> {
                     planned: Planned::new(method, *target, reads),
                     text: empty.clone(),
                     others: vec![empty.clone(); self.judging.material.others.len()],
-                    is_oracle: self.named[method].method.as_str() == super::ORACLE,
+                    is_oracle: self.named[method].method.verdict() == InVerdict::Oracle,
                     is_dropped: false,
                     score: Score::default(),
                 });
@@ -300,9 +301,10 @@ impl Measurement<'_> {
             }
             failed.push(format!("{} only {:.0}%", kind.name(), 100.0 * full.accuracy()));
         }
-        Ok(Err(match failed.is_empty() {
-            true => "the blocks of text are too short for questions".to_owned(),
-            false => format!("full attention {}", failed.join(" and ")),
+        Ok(Err(if failed.is_empty() {
+            "the blocks of text are too short for questions".to_owned()
+        } else {
+            format!("full attention {}", failed.join(" and "))
         }))
     }
 
@@ -355,7 +357,6 @@ impl Measurement<'_> {
         let texts: Vec<MeasuredTexts> = material.all().map(texts).collect();
         let bootstrap = Bootstrap::new(material.text.passages.len(), self.judging.seed);
         let results = Results {
-            head_dim: self.judging.model.config().head_dim,
             material,
             bootstrap: bootstrap.as_ref(),
             full: outcome.as_ref().ok().map(|(_, full)| full),
@@ -374,7 +375,7 @@ impl Measurement<'_> {
             steps: texts[0].steps,
             sinks: SINKS,
             window: WINDOW,
-            kv: KvType::Bf16.as_str().to_owned(),
+            kv: KvType::BF16.to_string(),
             rows: rows.collect(),
             limits: Some(self.judging.settings.limits()),
             not_probed: outcome.err(),

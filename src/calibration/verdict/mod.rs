@@ -10,15 +10,9 @@ use crate::artifact::{self, Artifact, Limits};
 use crate::corpus::{Corpus, Reserve};
 use crate::error::{Error, Result};
 use crate::method::named::Named;
+use crate::method::registry::always_measured;
 use crate::runner::verdict::{BLOCK, Material, Wanted};
 pub use measure::Judging;
-
-/// Methods that are measured although they have no section of the artifact: the exact choice, one that calibrates on the
-/// prompt, and a plain window.
-const OTHERS: [&str; 3] = ["topk", "ctkvr", "streaming"];
-
-/// The method that ranks by exact scores.
-pub const ORACLE: &str = "topk";
 
 /// How a verdict is measured.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
@@ -97,7 +91,7 @@ impl VerdictSettings {
     /// Counts the combinations of method and budget for an artifact of `n_sections` sections.
     pub fn variants(&self, n_sections: usize) -> usize {
         let methods = match self.methods.len() {
-            0 => n_sections + OTHERS.len(),
+            0 => n_sections + always_measured().count(),
             named => named,
         };
         methods * self.reads.len()
@@ -137,9 +131,10 @@ impl VerdictSettings {
 
     /// Lists the methods to measure.
     fn methods(&self, artifact: &Artifact) -> Vec<Named> {
-        match self.methods.is_empty() {
-            true => Named::calibrated(artifact, &OTHERS),
-            false => self.methods.clone(),
+        if self.methods.is_empty() {
+            Named::calibrated(artifact, &always_measured().collect::<Vec<_>>())
+        } else {
+            self.methods.clone()
         }
     }
 }

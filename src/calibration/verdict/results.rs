@@ -2,13 +2,11 @@
 
 use super::measure::Row;
 use crate::artifact::{Answered, HeadLosses, Intervals, Measured, MethodLoss, OtherLosses};
-use crate::kv::KvType;
 use crate::runner::eval::{Bootstrap, Metrics, VariantReport};
 use crate::runner::verdict::{Material, Score, Texts};
 
 /// What the results of a row are computed from.
 pub(super) struct Results<'a> {
-    pub head_dim: usize,
     pub material: &'a Material,
     /// Resamples of the blocks of text, if there are enough blocks.
     pub bootstrap: Option<&'a Bootstrap>,
@@ -18,7 +16,7 @@ pub(super) struct Results<'a> {
 
 impl Results<'_> {
     fn read(&self, report: &VariantReport) -> Option<f64> {
-        report.counts.bytes_fraction(KvType::Bf16, self.head_dim)
+        report.counts.bytes_fraction()
     }
 
     /// Collects the results of a row.

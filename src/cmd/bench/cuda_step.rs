@@ -93,9 +93,10 @@ impl<'d> CudaSteps<'d> {
         };
         let indexes = setting.bench.indexes(at, &contents)?;
         let copies = indexes.into_iter().zip(seeds).map(|(index, seed)| {
-            let rows = match setting.attends {
-                true => Some(LayerRows::new(driver, shape, float)?),
-                false => None,
+            let rows = if setting.attends {
+                Some(LayerRows::new(driver, shape, float)?)
+            } else {
+                None
             };
             rows.iter().try_for_each(|rows| rows.fill(seed))?;
             let cache = rows.map(LayerCache::Plain);

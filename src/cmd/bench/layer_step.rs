@@ -11,7 +11,7 @@ use super::timed::{check, methods_help, ranking_help, warn_of_unused};
 use crate::cmd::args::Global;
 use crate::cmd::flags::{Trimmed, at_least_one};
 use crate::cmd::merge;
-use crate::cmd::parameters::{self, BenchFlags, choice};
+use crate::cmd::parameters::{self, BenchFlags, choice, kv_type};
 use crate::compute::DeviceKind;
 use crate::compute::cuda::Cuda;
 use crate::env;
@@ -69,8 +69,8 @@ pub struct Caches {
     /// Budget per KV head and step, as in `kvsmith run`: a fraction of the context or, above 1, a number of positions
     #[arg(long, value_name = "X", default_value = "0.06")]
     pub budget: Budget,
-    /// Element type of the KV cache; 2bit is available on the CPU only
-    #[arg(long, value_parser = choice::<KvType>(), value_name = "TYPE", default_value_t = KvType::Bf16)]
+    /// Type of the KV cache, or k=TYPE,v=TYPE for keys and values apart; only f32, f16 and bf16 are available on a GPU
+    #[arg(long, value_parser = kv_type(), value_name = "TYPE", default_value_t = KvType::BF16)]
     pub kv: KvType,
 }
 
@@ -88,9 +88,10 @@ impl Caches {
     }
 }
 
-/// Returns the element type of cached rows on a GPU; fails for 2-bit rows.
+/// Returns the element type of cached rows on a GPU; fails for rows that are not of one float type.
 pub fn float(kv: KvType) -> Result<Float> {
-    let refused = || Error::usage("`bench` supports --kv 2bit on the CPU only").hint("use --device cpu");
+    let refused =
+        || Error::usage(format!("`bench` supports --kv {kv} on the CPU only")).hint("use --device cpu");
     kv.float().ok_or_else(refused)
 }
 

@@ -151,17 +151,16 @@ impl Timing<'_> {
         let times = Times::from(times);
         let counts: Vec<Vec<Counts>> = ids.iter().map(|id| engine.counts(*id)).collect::<Result<_>>()?;
         let counts: Counts = counts.concat().into_iter().sum();
-        let d = c.head_dim;
-        let rows = counts.bytes(caches.kv, d).unwrap_or_default() as f64 / steps as f64;
+        let rows = counts.bytes().unwrap_or_default() as f64 / steps as f64;
         let moved = forward.bytes() as f64 + rows;
         let rate = sequences as f64 / times.median;
         let [kv_bytes, index_bytes] = engine.bytes();
         let weights = forward.decoder().head.weight.stored().name();
         let mut more = json!({
             "tokens_per_s": rate, "kv_read_fraction": engine.shares(ids[0])?.read,
-            "bytes_read_fraction": counts.bytes_fraction(caches.kv, d), "granule": options.granule,
-            "bytes_moved_fraction": counts.moved_fraction(caches.kv, d),
-            "scratch_bytes_fraction": counts.scratch_fraction(caches.kv, d),
+            "bytes_read_fraction": counts.bytes_fraction(), "granule": options.granule,
+            "bytes_moved_fraction": counts.moved_fraction(),
+            "scratch_bytes_fraction": counts.scratch_fraction(),
             "bytes": moved, "weights": weights, "weight_bytes": forward.bytes(), "index_bytes": index_bytes,
             "kv_bytes": kv_bytes, "batch": sequences, "context": context, "method": method.as_str(),
         });
@@ -173,7 +172,7 @@ impl Timing<'_> {
         };
         let shape = format!(
             "{batch}{name}, {weights} weights, {context} positions, {}, budget {}",
-            caches.kv.as_str(),
+            caches.kv,
             caches.budget.value()
         );
         let [median, min, max] = [times.median, times.min, times.max].map(|seconds| 1e3 * seconds);

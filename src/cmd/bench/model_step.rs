@@ -218,10 +218,7 @@ impl ModelSetting<'_> {
     fn shape(&self) -> String {
         let caches = &self.args.caches;
         let (b, name, n, budget) = (self.batch, &self.name, self.context, caches.budget.value());
-        format!(
-            "batch {b}, {name}, {n} positions, {}, budget {budget}",
-            caches.kv.as_str()
-        )
+        format!("batch {b}, {name}, {n} positions, {}, budget {budget}", caches.kv)
     }
 
     /// Fails for a model that GPUs cannot run, and if the data are larger than the memory of any GPU, so that later sizes
@@ -280,14 +277,14 @@ impl ModelSetting<'_> {
         let times = Times::from(times);
         let read = backend.shares(steps)?.read;
         let counts: Counts = backend.counts()?.into_iter().sum();
-        let share = counts.bytes_fraction(caches.kv, self.config.head_dim);
+        let share = counts.bytes_fraction();
         let moved = weights + read * (backend.position_bytes() * self.context) as f64;
         let rate = self.batch as f64 / times.median;
         let mut more = json!({
             "adapter": driver.adapter(), "tokens_per_s": rate, "kv_read_fraction": read,
             "bytes_read_fraction": share, "granule": backend.granule(),
-            "bytes_moved_fraction": counts.moved_fraction(caches.kv, self.config.head_dim),
-            "scratch_bytes_fraction": counts.scratch_fraction(caches.kv, self.config.head_dim), "bytes": moved,
+            "bytes_moved_fraction": counts.moved_fraction(),
+            "scratch_bytes_fraction": counts.scratch_fraction(), "bytes": moved,
         });
         let (rates, said) = against_read_loop(moved, times.median, bandwidth);
         merge(&mut more, &rates);

@@ -74,15 +74,17 @@ impl<'a> Results<'a> {
         merge(&mut row, more);
         self.rows.push(row);
         // One row per result, under a line for each shape.
-        let heading = match self.shape == shape {
-            true => String::new(),
-            false => format!("{shape}\n"),
+        let heading = if self.shape == shape {
+            String::new()
+        } else {
+            format!("{shape}\n")
         };
         shape.clone_into(&mut self.shape);
         let row = format!("  {name:<22} {}", says.join("; "));
-        let text = match std::io::stdout().is_terminal() {
-            true => heading + &wrapped(&row, columns()),
-            false => heading + &row,
+        let text = if std::io::stdout().is_terminal() {
+            heading + &wrapped(&row, columns())
+        } else {
+            heading + &row
         };
         if self.global.json {
             self.global.log().note(&text);

@@ -50,9 +50,12 @@ fn on_cpu_alone(bench: &dyn Bench) -> bool {
 /// Writes the help of `--methods`.
 pub fn methods_help() -> String {
     let attend_alone = methods(|bench| on_cuda(bench) && !bench.retrieves());
-    let of = |name: &&str| match attend_alone.contains(name) {
-        true => format!("{name} (`bench attend` only)"),
-        false => (*name).to_owned(),
+    let of = |name: &&str| {
+        if attend_alone.contains(name) {
+            format!("{name} (`bench attend` only)")
+        } else {
+            (*name).to_owned()
+        }
     };
     let both: Vec<String> = methods(on_cuda).iter().map(of).collect();
     let more = listed(&methods(on_cpu_alone));
@@ -84,8 +87,9 @@ pub fn check(asked: &[MethodName], ranking: Ranking, device: DeviceKind) -> Resu
         ))
         .hint(format!("use only the methods {two} with --ranking plain")));
     }
-    match is_cuda {
-        true => Err(Error::device("`--ranking plain` is available on the CPU only").hint("use --device cpu")),
-        false => Ok(()),
+    if is_cuda {
+        Err(Error::device("`--ranking plain` is available on the CPU only").hint("use --device cpu"))
+    } else {
+        Ok(())
     }
 }

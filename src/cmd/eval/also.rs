@@ -10,8 +10,10 @@ use super::super::parameters::{MethodFlags, flags_of_methods};
 use super::super::removed;
 use crate::method::params::MethodParams;
 
-/// Flags that also say how the caches are held, which all methods share.
-const OF_CACHES: [&str; 3] = ["center", "sign-full", "plain-keys"];
+/// Returns whether a flag also says how the caches are held, which all methods share.
+fn is_of_caches(flag: &str) -> bool {
+    MethodParams::of_caches(&flag.replace('-', "_")).is_some()
+}
 
 /// A method with flags of its own.
 #[derive(Clone, Debug)]
@@ -34,7 +36,7 @@ impl Also {
         let own = flags_of_methods().find(|(name, _)| *name == method);
         let own = own.map(|(_, flags)| flags).unwrap_or_default();
         let listed = |flags: &[String]| {
-            let free = flags.iter().filter(|flag| !OF_CACHES.contains(&&flag[..]));
+            let free = flags.iter().filter(|flag| !is_of_caches(flag));
             free.map(|flag| format!("--{flag}"))
                 .collect::<Vec<_>>()
                 .join(", ")
@@ -70,7 +72,7 @@ impl Also {
                 listed(&own)
             ));
         }
-        if let Some(shared) = given.iter().find(|flag| OF_CACHES.contains(flag)) {
+        if let Some(shared) = given.iter().find(|flag| is_of_caches(flag)) {
             return Err(format!(
                 "--{shared} describes the caches, which all methods of a run share; give it outside the quotes"
             ));

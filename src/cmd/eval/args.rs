@@ -61,7 +61,7 @@ pub struct Args {
     pub(super) budgets: Vec<BudgetOf>,
     /// Instead of --budgets: shares of the bytes of all visible keys and values that a step may read, index included,
     /// such as 0.05,0.1. kvsmith searches for the budget of each method on some of the blocks or lines
-    #[arg(help_heading = "Measurement", long, value_name = "F,G", value_delimiter = ',', value_parser = parse_share, conflicts_with = "budgets")]
+    #[arg(help_heading = "Measurement", long, value_name = "F,G", value_delimiter = ',', value_parser = parse_share, conflicts_with_all = ["budgets", "head_plan"])]
     pub(super) reads: Vec<f64>,
     /// Number of bytes that memory moves at once, a power of two up to 4096. --reads counts bytes as such a memory moves
     /// them: whatever is read, whole granules. With 1, each byte that is read counts once
@@ -156,12 +156,13 @@ impl Args {
     /// Fails if the command asks both to decode the end of prompts and to prefill questions.
     pub(super) fn check_question(&self, global: &Global) -> Result<()> {
         let is_given = global.given.iter().any(|given| given == "decode-prompt");
-        match self.question == Feeding::Prefill && is_given && self.decode_prompt > 0 {
-            true => Err(Error::usage(
+        if self.question == Feeding::Prefill && is_given && self.decode_prompt > 0 {
+            Err(Error::usage(
                 "--decode-prompt decodes the end of a prompt, which --question prefill prefills",
             )
-            .hint("omit one of the two flags")),
-            false => Ok(()),
+            .hint("omit one of the two flags"))
+        } else {
+            Ok(())
         }
     }
 
@@ -170,7 +171,9 @@ impl Args {
         let (log, given) = (global.log(), |flag: &str| {
             global.given.iter().any(|given| given == flag)
         });
-        if self.named().all(|named| named.method == FULL) {
+        if self.reading.has_plan() && self.named().next().is_none() && given("budgets") {
+            log.warn("--budgets has no effect here: a head plan has budgets of its own");
+        } else if self.named().all(|named| named.method == FULL) {
             for flag in ["budgets", "reads"].into_iter().filter(|flag| given(flag)) {
                 log.warn(&format!(
                     "--{flag} has no effect here: full attention reads everything"
@@ -194,8 +197,9 @@ impl Args {
 /// Parses a number of bytes that memory moves at once.
 fn parse_granule(text: &str) -> std::result::Result<usize, String> {
     let granule = parse_positive_count(text)?;
-    match granule.is_power_of_two() && granule <= MOST_GRANULE {
-        true => Ok(granule),
-        false => Err(format!("not a power of two up to {MOST_GRANULE}")),
+    if granule.is_power_of_two() && granule <= MOST_GRANULE {
+        Ok(granule)
+    } else {
+        Err(format!("not a power of two up to {MOST_GRANULE}"))
     }
 }

@@ -50,9 +50,10 @@ impl<'a> Material<'a> {
             decode_prompt: args.decode_prompt,
             feeding: args.question,
         };
-        let lines = match args.makes_questions() {
-            true => needles::made(args, reader, global)?,
-            false => needles::open(path, reader, global.log())?,
+        let lines = if args.makes_questions() {
+            needles::made(args, reader, global)?
+        } else {
+            needles::open(path, reader, global.log())?
         };
         Ok(Self::Needles(lines, reader))
     }

@@ -111,9 +111,10 @@ impl Reader<'_> {
     /// Tokenises what is fed; the `first` turn begins a document.
     fn encoded(&self, prompt: &str, question: Option<&str>, first: bool) -> Result<Asking> {
         let tokenizer = self.needed()?;
-        let prompt = match first {
-            true => tokenizer.encode(prompt)?,
-            false => tokenizer.encode_raw(prompt)?,
+        let prompt = if first {
+            tokenizer.encode(prompt)?
+        } else {
+            tokenizer.encode_raw(prompt)?
         };
         let question = question.map(|text| tokenizer.encode_raw(text)).transpose()?;
         self.asking(prompt, question)
@@ -228,10 +229,11 @@ pub(super) fn made(args: &Args, reader: Reader, global: &Global) -> Result<Vec<N
             });
         }
     }
-    match lines.is_empty() {
-        true => Err(Error::invalid("the text is too short for questions")
-            .hint("give more text, or other --lengths, of at least some 1,000 tokens each")),
-        false => Ok(lines),
+    if lines.is_empty() {
+        Err(Error::invalid("the text is too short for questions")
+            .hint("give more text, or other --lengths, of at least some 1,000 tokens each"))
+    } else {
+        Ok(lines)
     }
 }
 

@@ -1,13 +1,15 @@
 //! What `eval` measures: methods, the artifacts that they read, and budgets.
 
 use super::super::named::Named;
-use super::super::reading::parse_budget;
+use super::super::reading::{PLANNED, parse_budget};
 use super::args::Args;
 use super::reads;
 use crate::artifact::Artifact;
 use crate::cmd::terminal::Log;
 use crate::error::{Error, Result};
 use crate::kv::Budget;
+use crate::method::plan::Plan;
+use crate::method::registry::FULL;
 use crate::method::tail;
 
 /// A method with an artifact and flags.
@@ -21,10 +23,38 @@ pub struct Entry {
     pub artifact: usize,
     /// Index of the flags among those of `--also`; `None` for those of the command.
     pub also: Option<usize>,
+    /// Whether this is the head plan instead, whose KV heads have methods of their own.
+    pub is_plan: bool,
+}
+
+impl Entry {
+    /// The head plan. What it names as its method is not used.
+    fn of_plan() -> Self {
+        let named = Named {
+            method: FULL,
+            tail: false,
+        };
+        Self {
+            asked: named,
+            named,
+            artifact: 0,
+            also: None,
+            is_plan: true,
+        }
+    }
+
+    /// Returns what results name as the method.
+    pub fn name(&self) -> String {
+        if self.is_plan {
+            PLANNED.to_owned()
+        } else {
+            self.named.to_string()
+        }
+    }
 }
 
 /// Lists each method with the first artifact (or none), then with each further artifact that it reads; first those of
-/// `--methods`, then those of `--also`.
+/// `--methods`, then those of `--also`; last the head plan, with the first artifact.
 pub fn entries(args: &Args, artifacts: &[Artifact]) -> Vec<Entry> {
     let mut entries = Vec::new();
     let plain = args.methods.iter().map(|asked| (asked, None));
@@ -52,15 +82,17 @@ pub fn entries(args: &Args, artifacts: &[Artifact]) -> Vec<Entry> {
             named,
             artifact,
             also,
+            is_plan: false,
         }));
     }
+    entries.extend(args.reading.has_plan().then(Entry::of_plan));
     entries
 }
 
 /// Returns the index of the first entry that has the method, the artifact and the flags of entry `index`: entries with the
 /// same number share a retrieval index.
 pub fn number(entries: &[Entry], index: usize) -> usize {
-    let of = |entry: &Entry| (entry.named.method, entry.artifact, entry.also);
+    let of = |entry: &Entry| (entry.named.method, entry.artifact, entry.also, entry.is_plan);
     let own = of(&entries[index]);
     entries.iter().position(|entry| of(entry) == own).unwrap_or(index)
 }
@@ -114,7 +146,13 @@ pub struct Planned {
 ///
 /// # Errors
 /// A method without a budget; a budget without a method; an error of `read`.
-pub fn rows(args: &Args, entries: &[Entry], log: Log, read: &mut reads::ReadShares) -> Result<Vec<Planned>> {
+pub fn rows(
+    args: &Args,
+    entries: &[Entry],
+    head_plan: Option<&Plan>,
+    log: Log,
+    read: &mut reads::ReadShares,
+) -> Result<Vec<Planned>> {
     if !args.reads.is_empty() {
         log.note("searching the budgets that read the shares of --reads, on some of the blocks or lines");
         let found = reads::find(entries.len(), &args.reads, read)?;
@@ -135,6 +173,16 @@ pub fn rows(args: &Args, entries: &[Entry], log: Log, read: &mut reads::ReadShar
     }
     let mut plan = Vec::new();
     for (index, entry) in entries.iter().enumerate() {
+        if let Some(head_plan) = head_plan.filter(|_| entry.is_plan) {
+            plan.push(Planned {
+                entry: index,
+                // If KV heads have budgets of their own, this one is not used.
+                budget: head_plan.budget().or(Some(Budget::USUAL)),
+                place: 0,
+                reads: None,
+            });
+            continue;
+        }
         let own = args.budgets.iter().filter(|budget| budget.is_for(entry.asked));
         let before = plan.len();
         plan.extend(own.enumerate().map(|(place, of)| Planned {

@@ -115,14 +115,13 @@ impl Search {
         let Self { low, high, .. } = self;
         let (least, most) = (self.share(low), self.share(high));
         let part = (self.target - least) / (most - least).max(f64::MIN_POSITIVE);
-        match self.is_fast {
-            true => {
-                // Shares of the first round are inexact, so the target may lie outside these ends.
-                let beyond = if low.is_rough || high.is_rough { 0.5 } else { 0.0 };
-                let budget = low.budget + part.clamp(-beyond, 1.0 + beyond) * (high.budget - low.budget);
-                budget.clamp(LEAST, 1.0)
-            }
-            false => (low.budget.max(FLOOR) * high.budget.max(FLOOR)).sqrt(),
+        if self.is_fast {
+            // Shares of the first round are inexact, so the target may lie outside these ends.
+            let beyond = if low.is_rough || high.is_rough { 0.5 } else { 0.0 };
+            let budget = low.budget + part.clamp(-beyond, 1.0 + beyond) * (high.budget - low.budget);
+            budget.clamp(LEAST, 1.0)
+        } else {
+            (low.budget.max(FLOOR) * high.budget.max(FLOOR)).sqrt()
         }
     }
 
@@ -151,9 +150,10 @@ impl Search {
         if now < before {
             self.best = point;
         }
-        match point.share <= self.target {
-            true => self.low = point,
-            false => self.high = point,
+        if point.share <= self.target {
+            self.low = point
+        } else {
+            self.high = point
         }
     }
 

@@ -5,11 +5,12 @@ use std::path::{Path, PathBuf};
 use serde_json::{Map, Value, json};
 
 use super::super::merge;
-use super::super::named::Named;
 use super::args::Args;
 use super::plan::{BudgetOf, Entry, Planned};
 use crate::artifact::Artifact;
 use crate::error::Result;
+use crate::kv::Budget;
+use crate::method::plan::Plan;
 use crate::method::registry::constant_bytes;
 use crate::method::tail;
 use crate::runner::eval::{Bootstrap, Evaluation, StepMetrics, VariantReport};
@@ -42,6 +43,8 @@ pub struct Measurements<'a> {
     pub evaluation: &'a Evaluation<'a>,
     /// The methods that are measured.
     pub entries: &'a [Entry],
+    /// The head plan, if there is one.
+    pub head_plan: Option<&'a Plan>,
     /// The artifacts given.
     pub artifacts: &'a [Artifact],
     /// Resamples of blocks or lines, if there are enough of them.
@@ -58,11 +61,16 @@ impl Measurements<'_> {
     }
 
     fn row(&self, planned: &Planned, variant: Option<usize>) -> Result<Value> {
-        let name = self.named(planned);
+        let entry = &self.entries[planned.entry];
+        let head_plan = self.head_plan.filter(|_| entry.is_plan);
+        let budget = head_plan.map_or(planned.budget, Plan::budget);
         let mut row = json!({
-            "method": name.to_string(),
-            "budget": planned.budget.map(|budget| budget.value()),
+            "method": entry.name(),
+            "budget": budget.map(Budget::value),
         });
+        if let Some(head_plan) = head_plan {
+            row["head_plan"] = head_plan.json();
+        }
         if let Some(artifact) = self.artifact_of(planned) {
             row["artifact"] = json!(artifact);
         }
@@ -91,24 +99,21 @@ impl Measurements<'_> {
             "intervals": self.intervals(report),
         });
         merge(&mut row, &more);
-        match self.args.needles.is_some() {
-            true => {
-                let none = json!({ "recall": null, "mass": null, "output_error": null, "kl": null });
-                merge(&mut row, &none);
-                row["needle_accuracy_by_turn"] = json!(report.answers.by_turn());
-                row["scores_by_line"] = json!(report.answers.by_line());
-                row["by_task"] = json!(report.answers.by_task());
+        if self.args.needles.is_some() {
+            let none = json!({ "recall": null, "mass": null, "output_error": null, "kl": null });
+            merge(&mut row, &none);
+            row["needle_accuracy_by_turn"] = json!(report.answers.by_turn());
+            row["scores_by_line"] = json!(report.answers.by_line());
+            row["by_task"] = json!(report.answers.by_task());
+        } else {
+            merge(&mut row, &json!(report.whole()));
+            if !self.args.losses_only {
+                merge(&mut row, &json!(report.layer_errors()));
             }
-            false => {
-                merge(&mut row, &json!(report.whole()));
-                if !self.args.losses_only {
-                    merge(&mut row, &json!(report.layer_errors()));
-                }
-                let blocks = 0..report.blocks();
-                row["kl_by_block"] = blocks.map(|block| report.kl_of_blocks(&[block])).collect();
-                row["by_turn"] = json!(report.by_turn());
-                row["by_position"] = json!(report.by_position());
-            }
+            let blocks = 0..report.blocks();
+            row["kl_by_block"] = blocks.map(|block| report.kl_of_blocks(&[block])).collect();
+            row["by_turn"] = json!(report.by_turn());
+            row["by_position"] = json!(report.by_position());
         }
         if self.args.per_head && self.args.needles.is_none() {
             row["per_head"] = per_head(report);
@@ -118,17 +123,17 @@ impl Measurements<'_> {
 
     /// Returns the bytes that a method needs whatever the context: those of its sections of the artifact.
     fn constant_bytes(&self, planned: &Planned) -> Result<usize> {
-        let (name, artifact) = (
-            self.named(planned),
-            self.artifacts.get(self.entries[planned.entry].artifact),
-        );
-        let tail = artifact.filter(|_| name.tail);
-        let tail = tail.map_or(Ok(0), tail::constant_bytes)?;
-        Ok(tail + constant_bytes(name.method, artifact)?)
-    }
-
-    fn named(&self, planned: &Planned) -> Named {
-        self.entries[planned.entry].named
+        let entry = &self.entries[planned.entry];
+        let artifact = self.artifacts.get(entry.artifact);
+        let (methods, has_tail) = match self.head_plan.filter(|_| entry.is_plan) {
+            Some(plan) => (plan.methods(), plan.heads().any(|(_, _, head)| head.method.tail)),
+            None => (vec![entry.named.method], entry.named.tail),
+        };
+        let tail = artifact.filter(|_| has_tail);
+        let sections = methods.into_iter().map(|method| constant_bytes(method, artifact));
+        sections
+            .sum::<Result<usize>>()
+            .and_then(|bytes| Ok(bytes + tail.map_or(Ok(0), tail::constant_bytes)?))
     }
 
     /// Returns the file of a row's artifact if there are several artifacts.
@@ -195,16 +200,18 @@ impl Measurements<'_> {
 
     fn difference(&self, variants: [usize; 2], left: &Planned, right: &Planned) -> Value {
         let [a, b] = variants.map(|variant| &self.evaluation.reports[variant]);
-        let name = |p: &Planned| self.named(p).to_string();
-        let (key, of): (_, fn(&VariantReport, &[usize]) -> f64) = match self.args.needles.is_some() {
-            true => ("needle_accuracy", |report, lines| {
+        let name = |p: &Planned| self.entries[p.entry].name();
+        let (key, of): (_, fn(&VariantReport, &[usize]) -> f64) = if self.args.needles.is_some() {
+            ("needle_accuracy", |report, lines| {
                 report.answers.accuracy_of(lines)
-            }),
-            false => ("kl", |report, blocks| report.kl_of_blocks(blocks)),
+            })
+        } else {
+            ("kl", |report, blocks| report.kl_of_blocks(blocks))
         };
-        let units = match self.args.needles.is_some() {
-            true => self.evaluation.full.lines(),
-            false => a.blocks(),
+        let units = if self.args.needles.is_some() {
+            self.evaluation.full.lines()
+        } else {
+            a.blocks()
         };
         let difference = |units: &[usize]| of(a, units) - of(b, units);
         let all: Vec<usize> = (0..units).collect();

@@ -4,6 +4,7 @@ use serde_json::{Value, json};
 
 use super::needles::Feeding;
 use crate::cmd::terminal::columns;
+use crate::method::registry::FULL;
 use crate::runner::eval::Answers;
 use crate::wording::{counted, wrapped};
 
@@ -55,12 +56,12 @@ pub fn text(rows: &[Value], questions: Option<(Feeding, &Answers)>, reads_key: &
     let (files, flags) = (values_of(rows, "artifact"), values_of(rows, "flags"));
     let place = |row| place(row, &files, &flags);
     let mut out = heading(main);
-    let is_full = |row: &Value| row["method"] == "full";
+    let is_full = |row: &Value| row["method"] == FULL.as_str();
     if let Some((_, full)) =
         questions.filter(|_| !rows.iter().any(|row| is_full(row) && !row["budget"].is_null()))
     {
         let whole = json!({ "bytes_read_fraction": 1.0, "needle_accuracy": full.accuracy() });
-        out += &line(&format!("{:<14} {:>7}", "full", ""), &whole, main);
+        out += &line(&format!("{:<14} {:>7}", FULL.as_str(), ""), &whole, main);
     }
     for row in rows {
         let least = row["reads_sample"].as_f64().filter(|_| row["budget"].is_null());
@@ -109,7 +110,7 @@ pub fn text(rows: &[Value], questions: Option<(Feeding, &Answers)>, reads_key: &
             counted(full.lines(), "line")
         );
     }
-    for row in rows.iter().filter(|row| !row["budget"].is_null()) {
+    for row in rows {
         let keys = ["reads_target", "reads_sample", reads_key];
         let [Some(target), Some(sample), Some(read)] = keys.map(|key| row[key].as_f64()) else {
             continue;
@@ -126,7 +127,7 @@ pub fn text(rows: &[Value], questions: Option<(Feeding, &Answers)>, reads_key: &
     }
     out += "\n";
     out += &heading(details);
-    for row in rows.iter().filter(|row| !row["budget"].is_null()) {
+    for row in rows.iter().filter(|row| row["kv_read_fraction"].is_number()) {
         out += &line(&place(row), row, details);
     }
     for (i, file) in files.iter().enumerate() {

@@ -1,9 +1,10 @@
 //! The verdict of an artifact as text: what to use, what each method loses, and which heads are weak.
 
 use super::paragraph;
-use crate::artifact::{Artifact, Measured, MethodLoss, OtherLosses, USUAL_KL, Verdict, parse, share};
+use crate::artifact::{Artifact, Measured, MethodLoss, OtherLosses, USUAL_KL, Verdict, share};
 use crate::cmd::verdict::cautions;
 use crate::error::Result;
+use crate::method::registry::plain_window;
 use crate::wording::counted;
 
 /// The losses, in nats, for which a method is recommended; a verdict with another limit takes this one in place of the
@@ -12,9 +13,6 @@ pub(in crate::internal::cmd) const LOSSES: [f64; 3] = [0.1, USUAL_KL, 0.01];
 
 /// A head with at least this share of its attention in the sinks and the window has nothing to gain from an index.
 const SETTLED: f64 = 0.99;
-
-/// A query head whose sinks have at least this share of its attention, on average, attends little else.
-const SUNK: f64 = 0.95;
 
 /// How many heads are listed as the weakest.
 const WORST: usize = 5;
@@ -242,7 +240,10 @@ fn heads(verdict: &Verdict, artifact: &Artifact) -> Result<String> {
             );
         }
     }
-    let least = verdict.rows.iter().filter(|row| row.method == "streaming");
+    let least = verdict
+        .rows
+        .iter()
+        .filter(|row| row.method == plain_window().as_str());
     let least = least.filter_map(|row| row.measured.as_ref());
     let least = least.min_by(|a, b| a.budget.total_cmp(&b.budget));
     if let Some(of) = least {
@@ -252,28 +253,9 @@ fn heads(verdict: &Verdict, artifact: &Artifact) -> Result<String> {
             &settled,
         );
     }
-    if artifact.has("lfps") {
-        let sunk = sunk(artifact)?;
-        out += &list(
-            "attending to sinks alone (95% of attention in every query head)",
-            &sunk,
-        );
-    }
-    Ok(out)
-}
-
-/// Lists layer and KV head of the heads whose sinks hold nearly everything for every query head.
-fn sunk(artifact: &Artifact) -> Result<Vec<(usize, usize)>> {
-    #[derive(serde::Deserialize)]
-    struct Sinks {
-        sink_mean: Vec<f64>,
-    }
-    let section = artifact.section("lfps")?;
-    let mut out = Vec::new();
-    for head in section.reports() {
-        let Sinks { sink_mean } = parse("quality.lfps", head.report)?;
-        if sink_mean.iter().all(|share| *share >= SUNK) {
-            out.push((head.layer, head.head));
+    for section in artifact.sections() {
+        if let Some((what, heads)) = section.kind.notable_heads(&section.reports())? {
+            out += &list(what, &heads);
         }
     }
     Ok(out)

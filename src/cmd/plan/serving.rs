@@ -3,6 +3,7 @@
 use serde_json::{Value, json};
 
 use crate::estimate::{CONTEXTS, CacheCost, PAYS, Serving, TimedMethod};
+use crate::method::registry::FULL;
 use crate::wording::{grouped, size};
 
 /// Rounds to two significant digits, since times vary.
@@ -15,7 +16,7 @@ fn rounded(context: f64) -> u64 {
 pub fn json(serving: &Serving) -> Value {
     let cache = |of: &CacheCost| {
         json!({
-            "kv": of.kv.as_str(), "bytes_per_token": of.token, "window_bytes": of.windows, "longest_context": of.fits,
+            "kv": of.kv, "bytes_per_token": of.token, "window_bytes": of.windows, "longest_context": of.fits,
         })
     };
     let method = |of: &TimedMethod| {
@@ -43,13 +44,14 @@ pub fn text(serving: &Serving) -> String {
         grouped(serving.context)
     );
     for of in &serving.caches {
-        let fits = match of.fits >= serving.context {
-            true => "the whole context fits".to_owned(),
-            false => format!("{} tokens fit", grouped(of.fits)),
+        let fits = if of.fits >= serving.context {
+            "the whole context fits".to_owned()
+        } else {
+            format!("{} tokens fit", grouped(of.fits))
         };
         out += &format!(
             "  cache    {:<5} {} per token; {fits} beside the weights\n",
-            of.kv.as_str(),
+            of.kv.to_string(),
             size(of.token),
         );
         if of.windows > 0 {
@@ -73,7 +75,7 @@ pub fn text(serving: &Serving) -> String {
     for of in &serving.methods {
         let [short, long] = of.times.map(|seconds| format!("{:.1} ms", 1e3 * seconds));
         let pays = match of.pays {
-            _ if of.name == "full" => String::new(),
+            _ if of.name == FULL.as_str() => String::new(),
             Some(context) if context <= 1.0 => "at any context".to_owned(),
             Some(context) => format!("from {} tokens on", grouped(rounded(context) as usize)),
             None => "never".to_owned(),

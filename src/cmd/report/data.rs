@@ -8,14 +8,14 @@ use serde_json::{Value, json};
 use super::evals::Measured;
 use super::heads;
 use crate::artifact::{Artifact, HeadReport, SectionView, USUAL_KL, Verdict};
-use crate::calibration::verdict::ORACLE;
 use crate::cmd::inspect::{self, losses};
 use crate::cmd::named::Named;
 use crate::error::Result;
 use crate::estimate::position_bytes;
 use crate::kv::KvType;
+use crate::kv::format::FORMATS;
 use crate::kv::static_set::{SINKS, WINDOW};
-use crate::method::registry::{METHODS, constant_bytes};
+use crate::method::registry::{METHODS, constant_bytes, oracle};
 use crate::method::tail;
 
 /// The longest context for which memory is shown.
@@ -34,7 +34,6 @@ fn contexts(of_model: Option<usize>) -> Vec<usize> {
     let skipped = smaller.len().saturating_sub(CONTEXTS - 1);
     smaller.into_iter().skip(skipped).chain([most]).collect()
 }
-const CACHES: [KvType; 4] = [KvType::F32, KvType::F16, KvType::Bf16, KvType::TwoBit];
 
 /// Members of a row of `inspect --json` that the page shows, beside its place.
 const SHOWN: [&str; 12] = [
@@ -88,7 +87,7 @@ impl Sources<'_> {
             "recommended": self.recommended(),
             "usual_kl": self.verdict().map_or(USUAL_KL, Verdict::limit),
             "losses": self.verdict().map_or(losses::LOSSES.to_vec(), losses::losses),
-            "oracle": ORACLE,
+            "oracle": oracle().as_str(),
             "timed": METHODS.iter().filter(|m| m.bench().is_some()).map(|m| m.as_str()).collect::<Vec<_>>(),
             "static_set": [SINKS, WINDOW],
             "serving": self.serving()?,
@@ -120,9 +119,12 @@ impl Sources<'_> {
                 .map(|window| window.map_or(context, |most| most.min(context)))
                 .sum()
         };
-        let caches: BTreeMap<&str, usize> = CACHES
-            .iter()
-            .map(|kv| (kv.as_str(), position_bytes(model.sizes, *kv)))
+        // Those of one format, and the mixed ones that were measured.
+        let measured = self.evals.iter().filter_map(|of| of.document["kv"].as_str());
+        let measured = measured.filter_map(KvType::named);
+        let types = FORMATS.iter().map(|format| KvType::both(*format)).chain(measured);
+        let caches: BTreeMap<String, usize> = types
+            .map(|kv| (kv.to_string(), position_bytes(model.sizes, kv)))
             .collect();
         let mut constant = BTreeMap::new();
         for row in self.verdict().into_iter().flat_map(|verdict| &verdict.rows) {
@@ -225,9 +227,10 @@ fn name(path: &Path) -> String {
 /// Quotes an argument for a shell where it needs that.
 fn quoted(text: &str) -> String {
     let is_plain = |c: char| c.is_ascii_alphanumeric() || "-_./+:@,%=".contains(c);
-    match !text.is_empty() && text.chars().all(is_plain) {
-        true => text.to_owned(),
-        false => format!("'{}'", text.replace('\'', "'\\''")),
+    if !text.is_empty() && text.chars().all(is_plain) {
+        text.to_owned()
+    } else {
+        format!("'{}'", text.replace('\'', "'\\''"))
     }
 }
 

@@ -99,9 +99,10 @@ impl Measured {
 /// Reads JSON.
 fn parse(bytes: &[u8]) -> Result<Value> {
     serde_json::from_slice(bytes).map_err(|e| {
-        let what = match e.is_eof() {
-            true => format!("the file ends too early: {e}"),
-            false => format!("not JSON: {e}"),
+        let what = if e.is_eof() {
+            format!("the file ends too early: {e}")
+        } else {
+            format!("not JSON: {e}")
         };
         Error::invalid(what).hint(HINT)
     })
@@ -180,9 +181,10 @@ impl Heading {
             .iter()
             .map(|row| row.is_of_page() && (!reads_artifact(&row.method) || of_own(row)));
         let kept: Vec<bool> = kept.collect();
-        match kept.contains(&true) {
-            true => Ok(kept),
-            false => Err(Error::mismatch("measured with another artifact").hint(AGAIN)),
+        if kept.contains(&true) {
+            Ok(kept)
+        } else {
+            Err(Error::mismatch("measured with another artifact").hint(AGAIN))
         }
     }
 }

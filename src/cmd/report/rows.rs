@@ -1,6 +1,7 @@
 //! A row of what `eval --json` printed, as far as the page shows it: the check that its values are what a measurement gives.
 
 use serde::Deserialize;
+use serde_json::Value;
 
 use crate::model::Sizes;
 
@@ -28,6 +29,8 @@ pub struct Row {
     by_position: Vec<Span>,
     #[serde(default)]
     needle_accuracy_by_turn: Vec<f64>,
+    /// The head plan that the row is of.
+    head_plan: Option<Value>,
     #[serde(default)]
     pub(super) by_task: Vec<Task>,
     #[serde(default)]
@@ -87,9 +90,10 @@ impl Task {
 }
 
 impl Row {
-    /// Tells whether the page may show the row: a row of `--also` would stand beside another one of its method.
+    /// Tells whether the page may show the row: a row of `--also` would stand beside another one of its method, and a head plan
+    /// is no method.
     pub fn is_of_page(&self) -> bool {
-        self.flags.is_none()
+        self.flags.is_none() && self.head_plan.is_none()
     }
 
     /// Tells whether nothing was measured, because no budget reads so little.
@@ -99,6 +103,9 @@ impl Row {
 
     /// Names the first value that no measurement gives; `None` if there is none.
     pub fn fault(&self, sizes: Sizes, questions: bool) -> Option<&'static str> {
+        if self.head_plan.is_some() {
+            return None;
+        }
         if self.is_empty() {
             return self.reads_target.is_none().then_some("budget");
         }

@@ -63,7 +63,7 @@ pub struct Args {
     #[arg(help_heading = "Method", long, value_parser = NamedParser)]
     pub(super) method: Option<Named>,
     /// Run the prompt with each of these methods, and say where their texts part from the first one's
-    #[arg(help_heading = "Method", long, value_name = "A,B", value_delimiter = ',', value_parser = NamedParser, conflicts_with_all = ["chat", "method", "trace"])]
+    #[arg(help_heading = "Method", long, value_name = "A,B", value_delimiter = ',', value_parser = NamedParser, conflicts_with_all = ["chat", "method", "trace", "head_plan"])]
     pub(super) compare: Vec<Named>,
     /// Number of positions that the method may choose per KV head and step: a fraction of the context (0.06 or 6%; 1
     /// or `all` reads everything) or, above 1, a number of positions. Sinks, window, index and keys that are read
@@ -72,7 +72,7 @@ pub struct Args {
     #[arg(help_heading = "Method", long, value_name = "X", value_parser = parse_budget)]
     pub(super) budget: Option<Budget>,
     /// Which of the settings within the limits of the artifact's verdict to use; only without --method and --budget
-    #[arg(help_heading = "Method", long, value_enum, value_name = "WHAT", default_value_t, conflicts_with_all = ["method", "budget", "compare"])]
+    #[arg(help_heading = "Method", long, value_enum, value_name = "WHAT", default_value_t, conflicts_with_all = ["method", "budget", "compare", "head_plan"])]
     pub(super) prefer: Prefer,
     /// Maximum number of tokens to generate (with --chat, per reply)
     #[arg(help_heading = "Generation", long, value_name = "N", default_value_t = 128, value_parser = parse_count)]
@@ -127,7 +127,7 @@ impl Args {
         let files = [&self.prompt_file, &self.tokens, &self.batch]
             .into_iter()
             .flatten();
-        let files = files.chain(self.reading.artifact()).chain([&self.model]);
+        let files = files.chain(self.reading.files()).chain([&self.model]);
         files.map(PathBuf::as_path).collect()
     }
 }

@@ -100,7 +100,7 @@ impl Batch<'_> {
             return Ok(());
         }
         let batch = json!({
-            "method": self.0.choice.name(), "budget": self.0.choice.budget.value(), "kv": self.0.options.kv.as_str(),
+            "method": self.0.choice.name(), "budget": self.0.choice.budget_json(), "kv": self.0.choice.kv_json(self.0.options.kv),
             "sequences": args.sequences, "replies": made.replies, "already_answered": resumed, "skipped": skipped,
             "prompt_tokens": made.prompt_tokens, "tokens": made.tokens, "seconds": seconds,
             "bytes_read_fraction": self.fraction(&made.counts),
@@ -191,8 +191,8 @@ impl Batch<'_> {
             "artifact": artifact,
             "method": choice.name(),
             "parameters": args.reading.params(),
-            "budget": choice.budget.value(),
-            "kv": options.kv.as_str(),
+            "budget": choice.budget_json(),
+            "kv": choice.kv_json(options.kv),
             "sinks": options.sinks,
             "window": options.window,
             "seed": self.0.opened.global.seed,
@@ -205,6 +205,9 @@ impl Batch<'_> {
             "ignore_eos": args.ignore_eos,
             "beyond_context": args.beyond_context,
         });
+        if let Some(plan) = choice.plan {
+            settings["head_plan"] = plan.json();
+        }
         if let Some(caches) = caches {
             settings["caches"] = json!(caches);
         }
@@ -213,7 +216,7 @@ impl Batch<'_> {
 
     /// Returns the bytes that steps read over those of all visible keys and values.
     fn fraction(&self, counts: &Counts) -> Option<f64> {
-        counts.bytes_fraction(self.0.options.kv, self.0.opened.decoder.config.head_dim)
+        counts.bytes_fraction()
     }
 
     /// Warns once of replies beyond what the artifact was calibrated or measured on.
@@ -229,7 +232,7 @@ impl Batch<'_> {
         ) = (*self.0.opened, self.0.choice);
         let (context, longest) = (decoder.config.max_position_embeddings, prompts.longest());
         if let Some(artifact) = artifact {
-            Reading::warn_beyond_calibration(&[choice.method], artifact, longest, context, global.log());
+            Reading::warn_beyond_calibration(&choice.methods(), artifact, longest, context, global.log());
         }
         if let Some(most) = choice.measured.filter(|most| longest > *most) {
             global.log().warn(&format!(

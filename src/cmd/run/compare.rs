@@ -3,7 +3,7 @@
 use serde_json::{Value, json};
 
 use super::args::Args;
-use super::choice::{BUDGET, Choice};
+use super::choice::Choice;
 use super::ready::{Opened, Ready};
 use super::turns::{Turn, Turns};
 use crate::artifact::{Artifact, Verdict};
@@ -25,15 +25,16 @@ struct Told {
     json: Value,
 }
 
-impl Choice {
+impl Choice<'_> {
     /// Returns how `--compare` runs a method: with the budget of `--budget`, else with the recommended one if the artifact
     /// recommends this method, else with the usual one.
     fn compared(named: Named, args: &Args, artifact: Option<&Artifact>) -> Self {
         let verdict = artifact.and_then(|artifact| artifact.manifest.quality.methods.as_ref());
         let recommended = verdict.and_then(Verdict::usual);
         let own = recommended.filter(|(row, _)| row.method == named.to_string());
-        let usual = own.map_or(BUDGET, |(_, of)| Budget::Fraction(of.budget));
+        let usual = own.map_or(Budget::USUAL, |(_, of)| Budget::Fraction(of.budget));
         Self {
+            plan: None,
             method: named.method,
             tail: named.tail || args.reading.tail(),
             budget: args.budget.unwrap_or(usual),

@@ -64,9 +64,11 @@ pub(super) struct Conversation<'a, 'd> {
     pub global: &'a Global,
     /// Type of the cache.
     pub kv: KvType,
+    /// Bytes of the keys and values of a position.
+    pub position_bytes: usize,
     /// What could not run as requested, and what ran instead.
     pub fallbacks: Vec<String>,
-    pub choice: Choice,
+    pub choice: Choice<'a>,
     /// The artifact, until a warning was given that the conversation is longer than its calibration.
     pub artifact: Option<&'a Artifact>,
     /// Layer and KV head of the heads that the method does not serve.
@@ -145,7 +147,7 @@ impl Conversation<'_, '_> {
             return Ok(());
         };
         let is_shown = self.global.json || !self.global.quiet;
-        if self.choice.method == FULL || self.args.chat || !is_shown || self.step_s().is_none() {
+        if self.choice.methods() == [FULL] || self.args.chat || !is_shown || self.step_s().is_none() {
             return Ok(());
         }
         for _ in 0..FULL_STEPS {
@@ -179,32 +181,29 @@ impl Conversation<'_, '_> {
         let context = config.max_position_embeddings;
         let fed = self.session.positions() + ids.len();
         let longest = fed.saturating_add(self.args.max_new);
-        let total = match self.args.beyond_context {
-            true => longest,
-            false => longest.min(context.max(fed)),
+        let total = if self.args.beyond_context {
+            longest
+        } else {
+            longest.min(context.max(fed))
         };
         if fed > context && !self.args.beyond_context {
-            let what = match self.replies.is_empty() {
-                true => {
-                    format!("the prompt has {fed} tokens, more than the model's context of {context} tokens")
-                }
-                false => {
-                    format!(
-                        "the conversation has {fed} tokens, more than the model's context of {context} tokens"
-                    )
-                }
+            let what = if self.replies.is_empty() {
+                format!("the prompt has {fed} tokens, more than the model's context of {context} tokens")
+            } else {
+                format!(
+                    "the conversation has {fed} tokens, more than the model's context of {context} tokens"
+                )
             };
-            let hint = match self.replies.is_empty() {
-                true => "shorten it, or add --beyond-context (answers may then be worthless)",
-                false => {
-                    "use /reset before the context is full, or add --beyond-context (answers may then be worthless)"
-                }
+            let hint = if self.replies.is_empty() {
+                "shorten it, or add --beyond-context (answers may then be worthless)"
+            } else {
+                "use /reset before the context is full, or add --beyond-context (answers may then be worthless)"
             };
             return Err(Error::invalid(what).hint(hint));
         }
-        let method = self.choice.method;
+        let methods = self.choice.methods();
         self.artifact
-            .take_if(|artifact| Reading::warn_beyond_calibration(&[method], artifact, total, context, log));
+            .take_if(|artifact| Reading::warn_beyond_calibration(&methods, artifact, total, context, log));
         if let Some(most) = self.choice.measured.take_if(|most| total > *most) {
             log.warn(&format!(
                 "the tokens so far and --max-new add up to {total} positions, but the recommended setting was measured only up to {most}; its loss beyond that is unknown"
@@ -217,8 +216,7 @@ impl Conversation<'_, '_> {
         }
         let chat = self.args.chat;
         if !chat {
-            let rows = ids.len() * config.n_layers() * config.n_kv_heads;
-            let bytes = rows * self.kv.bytes_per_position(config.head_dim);
+            let bytes = ids.len() * self.position_bytes;
             log.note(&format!(
                 "prefill: {}, {} of KV cache",
                 tokens(ids.len()),

@@ -7,7 +7,7 @@ use super::turns::Turns;
 use crate::artifact::Artifact;
 use crate::cmd::args::Global;
 use crate::cmd::output;
-use crate::cmd::reading::in_full;
+use crate::cmd::reading::{Reading, in_full};
 use crate::compute::device::Device;
 use crate::cuda::ROWS;
 use crate::cuda::room::{Extent, Source};
@@ -17,6 +17,7 @@ use crate::machine::ON_CPU;
 use crate::method::Method;
 use crate::model::Decoder;
 use crate::model::forward::CpuForward;
+use crate::runner::room::row_bytes;
 use crate::runner::{CpuBackend, DecodeOptions, Session};
 
 /// What is opened before it is known by which method prompts are answered.
@@ -35,6 +36,11 @@ impl Opened<'_> {
     /// Prepares the method of a choice, and the options of its steps.
     pub fn prepare(&self, choice: Choice) -> Result<(Box<dyn Method>, DecodeOptions)> {
         let (reading, artifact) = (&self.args.reading, self.artifact);
+        if let Some(plan) = choice.plan {
+            let method = reading.planned(plan, artifact, self.decoder, self.global)?;
+            let options = reading.options(choice.budget, choice.kv, artifact, self.device)?;
+            return Ok((method, Reading::following(plan, options)));
+        }
         let params = reading.params();
         let (name, tail) = (choice.method, choice.tail);
         let method = reading.method(name, tail, params, artifact, self.decoder, self.global)?;
@@ -48,7 +54,7 @@ pub(super) struct Ready<'a> {
     pub opened: &'a Opened<'a>,
     pub method: &'a dyn Method,
     pub options: DecodeOptions,
-    pub choice: Choice,
+    pub choice: Choice<'a>,
 }
 
 impl Ready<'_> {
@@ -70,6 +76,7 @@ impl Ready<'_> {
             args,
             global,
             kv: options.kv,
+            position_bytes: row_bytes(&decoder.config, method, &options, 1),
             fallbacks: of_device.chain(in_full(method)).collect(),
             choice: self.choice,
             artifact,
@@ -149,13 +156,12 @@ fn open_session<'a>(
     };
     // Caches and indexes on the device do not grow.
     let expected = known + args.max_new;
-    let (capacity, prompt) = match args.chat {
-        true => {
-            let capacity = expected.max(decoder.config.max_position_embeddings);
-            // How long messages will be is not known; the last one ends the context.
-            (capacity, capacity - known.max(ROWS).min(capacity)..capacity)
-        }
-        false => (expected, 0..known),
+    let (capacity, prompt) = if args.chat {
+        let capacity = expected.max(decoder.config.max_position_embeddings);
+        // How long messages will be is not known; the last one ends the context.
+        (capacity, capacity - known.max(ROWS).min(capacity)..capacity)
+    } else {
+        (expected, 0..known)
     };
     let extent = Extent {
         capacity,

@@ -6,6 +6,7 @@ use super::conversation::{Conversation, Reply, tokens};
 use crate::cmd::terminal::columns;
 use crate::cmd::{merge, print_json};
 use crate::error::Result;
+use crate::method::plan::Plan;
 use crate::method::registry::FULL;
 use crate::runner::Counts;
 use crate::wording::{size, wrapped};
@@ -20,11 +21,21 @@ struct Ran<'r, 'a, 'd> {
 }
 
 impl Ran<'_, '_, '_> {
-    /// Lists the KV heads of a layer that full attention served in the method's place.
+    /// Lists the KV heads of a layer that full attention served: in the method's place, or as planned.
     fn full_heads(&self, layer: usize) -> Vec<usize> {
         let heads = self.conversation.full_heads.iter();
-        let own = heads.filter(|(of, _)| *of == layer);
-        own.map(|(_, head)| *head).collect()
+        let constant = heads.filter(|(of, _)| *of == layer).map(|(_, head)| *head);
+        let planned = self
+            .conversation
+            .choice
+            .differing()
+            .into_iter()
+            .flat_map(Plan::heads);
+        let planned = planned.filter(|(of, _, head)| *of == layer && head.method.method == FULL);
+        let mut all: Vec<usize> = constant.chain(planned.map(|(_, kv_head, _)| kv_head)).collect();
+        all.sort_unstable();
+        all.dedup();
+        all
     }
 
     /// Counts how often the method itself chose everything in a layer.
@@ -41,27 +52,26 @@ impl Ran<'_, '_, '_> {
 
     /// Returns the bytes of the rows and keys read.
     fn kv_bytes(&self) -> u64 {
-        let Conversation { kv, turns, .. } = self.conversation;
-        self.total().kv_bytes(*kv, turns.config().head_dim)
+        self.total().kv_bytes
     }
 
     /// Returns the bytes read, index included; `None` if the device does not report the bytes of the index.
     fn bytes(&self) -> Option<u64> {
-        let Conversation { kv, turns, .. } = self.conversation;
-        self.total().bytes(*kv, turns.config().head_dim)
+        self.total().bytes()
     }
 
     /// Returns the bytes read over those of all visible keys and values.
     fn bytes_fraction(&self) -> Option<f64> {
-        let Conversation { kv, turns, .. } = self.conversation;
-        self.total().bytes_fraction(*kv, turns.config().head_dim)
+        self.total().bytes_fraction()
     }
 
     /// Names the method that chose in a layer; `full` if every choice was of everything.
-    fn name(&self, layer: &Counts) -> &'static str {
-        match layer.full == layer.choices {
-            true => FULL.as_str(),
-            false => self.conversation.choice.method.as_str(),
+    fn name(&self, index: usize) -> String {
+        let layer = self.layers[index];
+        if layer.full == layer.choices {
+            FULL.as_str().to_owned()
+        } else {
+            self.conversation.choice.methods_of(index)
         }
     }
 
@@ -78,9 +88,9 @@ impl Ran<'_, '_, '_> {
                 100.0 * share
             )
         });
-        let others = self.layers.iter().enumerate();
-        let others = others.filter(|(_, layer)| self.name(layer) != self.conversation.choice.method.as_str());
-        let others: Vec<String> = others.map(|(i, _)| i.to_string()).collect();
+        let others =
+            (0..self.layers.len()).filter(|i| self.name(*i) != self.conversation.choice.methods_of(*i));
+        let others: Vec<String> = others.map(|i| i.to_string()).collect();
         let full: u64 = (0..self.layers.len()).map(|layer| self.bypasses(layer)).sum();
         let (rows, choices) = (total.rows, total.choices);
         let mut text = vec![
@@ -97,11 +107,10 @@ impl Ran<'_, '_, '_> {
     /// Returns the members of the document of `--json`.
     fn json(&self) -> Value {
         let total = self.total();
-        let Conversation { kv, turns, .. } = self.conversation;
         let blocks = &self.conversation.turns.config().blocks;
         let layer = |(i, layer): (usize, &Counts)| {
             json!({
-                "method": self.name(layer),
+                "method": self.name(i),
                 "model_window": blocks[i].window,
                 "rows_read": layer.rows,
                 "bypasses": self.bypasses(i),
@@ -118,8 +127,8 @@ impl Ran<'_, '_, '_> {
             "bytes_read": self.bytes(),
             "bytes_read_fraction": self.bytes_fraction(),
             "granule": self.conversation.session.granule(),
-            "bytes_moved_fraction": total.moved_fraction(*kv, turns.config().head_dim),
-            "scratch_bytes_fraction": total.scratch_fraction(*kv, turns.config().head_dim),
+            "bytes_moved_fraction": total.moved_fraction(),
+            "scratch_bytes_fraction": total.scratch_fraction(),
             "bypasses": (0..self.layers.len()).map(|layer| self.bypasses(layer)).sum::<u64>(),
             "bypassed_heads": total.bypassed_heads,
             "fallbacks": self.conversation.fallbacks,
@@ -208,8 +217,8 @@ impl<'a, 'd> Conversation<'a, 'd> {
         let reply = self.replies.last();
         Ok(json!({
             "method": self.choice.name(),
-            "budget": self.choice.budget.value(),
-            "kv": self.kv.as_str(),
+            "budget": self.choice.budget_json(),
+            "kv": self.kv,
             "ids": reply.map(|reply| &reply.ids),
             "text": reply.map(|reply| &reply.text),
             "stop_reason": reply.map(|reply| reply.stop),
@@ -238,9 +247,9 @@ impl<'a, 'd> Conversation<'a, 'd> {
         let mut result = json!({
             "ids": ids,
             "text": self.turns.tokenizer.as_ref().map_or(String::new(), |_| texts.join("\n")),
-            "method": choice.method.as_str(),
+            "method": choice.method_name(),
             "tail": choice.tail,
-            "budget": choice.budget.value(),
+            "budget": choice.budget_json(),
             "prompt_tokens": replies.iter().map(|r| r.prompt_tokens).sum::<usize>(),
             "stop_reason": replies.last().map(|reply| reply.stop),
             "prefill_s": times.prefill_s,
@@ -256,6 +265,9 @@ impl<'a, 'd> Conversation<'a, 'd> {
             "device": device,
         });
         merge(&mut result, &self.ran()?.json());
+        if let Some(plan) = choice.plan {
+            result["head_plan"] = plan.json();
+        }
         if self.args.chat {
             result["turns"] = json!(replies);
         }

@@ -61,9 +61,10 @@ fn prompt(args: &Args) -> Result<Option<String>> {
 
 /// Refuses a prompt without text, to which a model would reply as if it had been asked something.
 fn not_empty(text: String) -> Result<String> {
-    match text.is_empty() {
-        true => Err(Error::invalid("the prompt is empty").hint("give a prompt with text in it")),
-        false => Ok(text),
+    if text.is_empty() {
+        Err(Error::invalid("the prompt is empty").hint("give a prompt with text in it"))
+    } else {
+        Ok(text)
     }
 }
 

@@ -129,9 +129,10 @@ impl TaskNote {
             }
         };
         let text = harmless(&text).replace('\n', " ");
-        match text.chars().count() > 64 {
-            true => text.chars().take(61).chain("...".chars()).collect(),
-            false => text,
+        if text.chars().count() > 64 {
+            text.chars().take(61).chain("...".chars()).collect()
+        } else {
+            text
         }
     }
 }

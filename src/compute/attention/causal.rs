@@ -113,9 +113,10 @@ impl Task {
 
     /// Adds a product to `c`, or replaces it.
     fn multiply(&self, a: &[Row], depth: usize, b: &[PanelLine], panels: usize, c: &mut [Row], add: bool) {
-        match self.in_pairs {
-            true => multiply_pairs(a, depth, b, panels, c, add),
-            false => multiply(a, depth, b, panels, c, add),
+        if self.in_pairs {
+            multiply_pairs(a, depth, b, panels, c, add)
+        } else {
+            multiply(a, depth, b, panels, c, add)
         }
     }
 
@@ -195,12 +196,13 @@ impl CausalScratch {
                 let mut part = Row::ZERO;
                 copy(q.slice(s![side.clone()]), &mut part.0);
                 simd::scale(&mut part.0[..side.len()], scale);
-                match task.in_pairs {
-                    true => pairs::round(
+                if task.in_pairs {
+                    pairs::round(
                         &part.0[..side.len()],
                         &mut self.q[b / 2 * stacked + row].0[b % 2 * SIDE / 2..],
-                    ),
-                    false => self.q[b * stacked + row] = part,
+                    )
+                } else {
+                    self.q[b * stacked + row] = part
                 }
             }
         }
@@ -222,9 +224,10 @@ impl CausalScratch {
         for (b, side) in task.factor_sides().enumerate() {
             for (p, start) in block.clone().step_by(PANEL).enumerate() {
                 for (to, j) in rows.iter_mut().zip(start..block.end) {
-                    match task.in_pairs {
-                        true => pairs::round_array(k.slice(s![j, 2 * side.start..2 * side.end]), &mut to.0),
-                        false => copy(k.slice(s![j, side.clone()]), &mut to.0),
+                    if task.in_pairs {
+                        pairs::round_array(k.slice(s![j, 2 * side.start..2 * side.end]), &mut to.0)
+                    } else {
+                        copy(k.slice(s![j, side.clone()]), &mut to.0)
                     }
                 }
                 let lines = (b * PANELS + p) * SIDE;

@@ -190,9 +190,10 @@ fn check_means(all: &mut Comparison, x: ArrayView2<f32>, before: &Clusters, afte
         .iter()
         .for_each(|code| is_used[*code as usize] = true);
     for ((m, j), found) in after.centroids.indexed_iter() {
-        let bound = match is_used[m] {
-            true => (F32_SUM + UNIT) * size[[m, j]] + step,
-            false => 0.0,
+        let bound = if is_used[m] {
+            (F32_SUM + UNIT) * size[[m, j]] + step
+        } else {
+            0.0
         };
         all.close(f64::from(*found), expected[[m, j]], bound, || {
             format!("channel {j} of the mean of centroid {m}")

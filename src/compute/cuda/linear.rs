@@ -143,9 +143,10 @@ impl<'d> Products<'d> {
                 self.round(x, m * k, kind)?;
                 rounded = Some(kind);
             }
-            match rounds {
-                true => self.multiply_rounded(linear, m, out, accumulate)?,
-                false => self.multiply(linear, x, m, out, accumulate)?,
+            if rounds {
+                self.multiply_rounded(linear, m, out, accumulate)?
+            } else {
+                self.multiply(linear, x, m, out, accumulate)?
             }
         }
         Ok(())

@@ -53,11 +53,12 @@ impl<'d> PointRows<'d> {
 
     /// Fails if `found`, the number of values, is not the number that a kernel reads, `expected`.
     pub fn check(&self, what: &str, found: usize, expected: usize) -> Result<()> {
-        match found == expected {
-            true => Ok(()),
-            false => Err(Error::internal(format!(
+        if found == expected {
+            Ok(())
+        } else {
+            Err(Error::internal(format!(
                 "CUDA: {found} {what} instead of {expected}"
-            ))),
+            )))
         }
     }
 
@@ -85,9 +86,10 @@ impl<'d> PointRows<'d> {
     pub fn unpadded(&self, values: Vec<f32>) -> Result<Array2<f32>> {
         let rows = values.len() / self.w;
         let all = Array2::from_shape_vec((rows, self.w), values)?;
-        Ok(match self.d == self.w {
-            true => all,
-            false => all.slice(s![.., ..self.d]).to_owned(),
+        Ok(if self.d == self.w {
+            all
+        } else {
+            all.slice(s![.., ..self.d]).to_owned()
         })
     }
 

@@ -162,9 +162,10 @@ impl Driver for Watched {
     }
 
     fn multiply(&self, product: &Product) -> Result<bool> {
-        match self.has_library {
-            true => self.device.multiply(product),
-            false => Ok(false),
+        if self.has_library {
+            self.device.multiply(product)
+        } else {
+            Ok(false)
         }
     }
 }

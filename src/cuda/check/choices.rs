@@ -352,9 +352,9 @@ fn outputs(
     };
     let attended = setting.set(t).merge(&chosen.lists[kv_head]);
     let pairs: Vec<Pair> = attended.into_iter().map(&mut pair).collect();
-    let precision = match (&replica.kv, setting.kv.float()) {
-        (KvHead::Packed(packed), _) => Precision::packed(packed.keys.centers(), &pairs),
-        (_, float) => Precision::plain(float.unwrap_or(crate::float::Float::F32)),
+    let precision = match replica.kv.signs() {
+        Some(signs) => Precision::packed(signs.centers, &pairs),
+        None => Precision::plain(setting.kv.float().unwrap_or(crate::float::Float::F32)),
     };
     let queries = replica.queries.index_axis(Axis(1), t);
     for (a, query) in queries.outer_iter().enumerate() {
@@ -406,9 +406,10 @@ fn add_figures(sums: &mut [f64; TALLIES], setting: &Setting, t: usize, choice: &
     let ([g, r, _], set) = (setting.sizes, setting.set(t));
     let (n, heads) = (set.visible().len() as f64, g as f64);
     let bypassed = choice.bypassed.iter().flatten().count();
-    let attended = match bypassed == r {
-        true => set.sinks.len(),
-        false => set.len() + choice.positions.len(),
+    let attended = if bypassed == r {
+        set.sinks.len()
+    } else {
+        set.len() + choice.positions.len()
     };
     let is_full = bypassed == 0 && attended == set.visible().len();
     let (rows, ranked) = (attended as f64, choice.ranked.len() as f64);

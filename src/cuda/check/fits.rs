@@ -46,23 +46,24 @@ impl Size {
         let x = self.points(data);
         let repeated = self.size / 4..self.size / 2;
         Array3::from_shape_fn((self.heads, self.size, self.d), |(head, m, j)| {
-            let original = match repeated.contains(&m) {
-                true => m % (self.size / 20).max(1),
-                false => m,
+            let original = if repeated.contains(&m) {
+                m % (self.size / 20).max(1)
+            } else {
+                m
             };
             let value = x[[head, original * 7 % self.n, j]];
-            match data == Data::Normal && original % 3 == 1 {
-                true => value / 2.0,
-                false => value,
+            if data == Data::Normal && original % 3 == 1 {
+                value / 2.0
+            } else {
+                value
             }
         })
     }
 
     fn factors(self) -> Array3<f32> {
         let mut rng = rng(4);
-        Array3::from_shape_fn((self.heads, self.d, self.d), |(_, i, j)| match j <= i {
-            true => normal(&mut rng),
-            false => 0.0,
+        Array3::from_shape_fn((self.heads, self.d, self.d), |(_, i, j)| {
+            if j <= i { normal(&mut rng) } else { 0.0 }
         })
     }
 }

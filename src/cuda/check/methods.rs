@@ -45,28 +45,28 @@ pub fn cases() -> Vec<Case> {
     ];
     let on = [
         ("streaming", KvType::F16, 64, 300),
-        ("random", KvType::Bf16, 80, 300),
+        ("random", KvType::BF16, 80, 300),
         ("topk", KvType::F32, 96, 300),
-        ("topk", KvType::Bf16, 128, 300),
-        ("a2ats", KvType::Bf16, 128, 300),
-        ("a2ats", KvType::TwoBit, 80, 300),
+        ("topk", KvType::BF16, 128, 300),
+        ("a2ats", KvType::BF16, 128, 300),
+        ("a2ats", KvType::TWO_BIT, 80, 300),
         ("a2ats with codewords that repeat", KvType::F16, 64, 300),
         ("selfindex", KvType::F16, 96, 300),
-        ("selfindex", KvType::TwoBit, 64, 300),
-        ("selfindex", KvType::TwoBit, 80, 300),
-        ("selfindex", KvType::TwoBit, 96, 300),
-        ("selfindex", KvType::TwoBit, 128, 300),
+        ("selfindex", KvType::TWO_BIT, 64, 300),
+        ("selfindex", KvType::TWO_BIT, 80, 300),
+        ("selfindex", KvType::TWO_BIT, 96, 300),
+        ("selfindex", KvType::TWO_BIT, 128, 300),
         ("lfps", KvType::F32, 64, 300),
-        ("lfps", KvType::Bf16, 128, 300),
+        ("lfps", KvType::BF16, 128, 300),
         ("ctkvr", KvType::F32, 64, 300),
-        ("ctkvr", KvType::Bf16, 128, 300),
-        ("wpq", KvType::Bf16, 128, 300),
-        ("wpq", KvType::TwoBit, 64, 300),
+        ("ctkvr", KvType::BF16, 128, 300),
+        ("wpq", KvType::BF16, 128, 300),
+        ("wpq", KvType::TWO_BIT, 64, 300),
         ("wpq", KvType::F32, 64, 300),
         ("wpq around the mean with 256 words", KvType::F16, 64, 300),
         // Several blocks of positions.
         ("topk", KvType::F16, 64, LONG),
-        ("a2ats", KvType::Bf16, 64, LONG),
+        ("a2ats", KvType::BF16, 64, LONG),
         ("lfps", KvType::F16, 64, LONG),
         ("ctkvr", KvType::F16, 64, LONG),
         ("wpq", KvType::F16, 64, LONG),
@@ -82,7 +82,7 @@ pub fn cases() -> Vec<Case> {
             budget: 0.1,
             sinks_lead: if name == "lfps" { 8.0 } else { 0.0 },
         };
-        let shape = format!("{g}/{} heads x {d}, {n} positions in {}", g * r, kv.as_str());
+        let shape = format!("{g}/{} heads x {d}, {n} positions in {kv}", g * r);
         let make = named
             .iter()
             .find(|(known, _)| *known == name)
@@ -171,9 +171,10 @@ fn wpq(d: usize, [groups, words]: [usize; 2], path: bool) -> Result<Box<dyn Meth
         let mean = Array1::from(normals(&mut rng, d)) * 0.3;
         let chol = factor(&mut rng, d);
         let head = wpq::HeadCodebook::new(all.view(), mean.view(), chol.view(), Array2::eye(d).view())?;
-        let head = match path {
-            true => head.around(wpq::MeanPath::new(Array1::from(normals(&mut rng, d)), &rope(d))),
-            false => head,
+        let head = if path {
+            head.around(wpq::MeanPath::new(Array1::from(normals(&mut rng, d)), &rope(d)))
+        } else {
+            head
         };
         Ok(Arc::new(head))
     };

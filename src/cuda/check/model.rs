@@ -22,6 +22,7 @@ use crate::kv::packed::Center;
 use crate::kv::{Budget, KvType};
 use crate::method::declaration::Ask;
 use crate::method::params::MethodParams;
+use crate::method::plan::Plan;
 use crate::method::registry::METHODS;
 use crate::method::{CPU_GRANULE, Method};
 use crate::model::forward::{CpuLayers, Layers};
@@ -51,9 +52,17 @@ pub fn cases() -> Vec<Case> {
         for method in ["full", "topk", "streaming", "random", "selfindex", "ctkvr"] {
             let name = format!("a prompt and {STEPS} steps of {name}, {method} with a budget of everything");
             cases.push(Case::new(AREA, name, move |watched| {
-                with_decoder(make, |decoder| session(watched, decoder, method))
+                with_decoder(make, |decoder| {
+                    session(watched, decoder, prepared(method, decoder)?.as_ref())
+                })
             }));
         }
+        let planned = format!("a prompt and {STEPS} steps of {name}, a method per KV head");
+        cases.push(Case::new(AREA, planned, move |watched| {
+            with_decoder(make, |decoder| {
+                session(watched, decoder, planned_heads(decoder)?.as_ref())
+            })
+        }));
         cases.push(Case::new(AREA, format!("a NaN in {name}"), move |watched| {
             with_decoder(make, |decoder| not_finite(watched, decoder))
         }));
@@ -119,9 +128,10 @@ fn tensors(config: &Value) -> Vec<(String, Vec<usize>)> {
         ("mlp.down_proj.weight", vec![hidden, inner]),
     ];
     let is_qwen3 = config["model_type"] == "qwen3";
-    let is_part = |name: &str| match is_qwen3 {
-        true => !name.ends_with("bias"),
-        false => {
+    let is_part = |name: &str| {
+        if is_qwen3 {
+            !name.ends_with("bias")
+        } else {
             !name.ends_with("q_norm.weight") && !name.ends_with("k_norm.weight") && name != "lm_head.weight"
         }
     };
@@ -238,9 +248,31 @@ fn prepared(name: &str, decoder: &Decoder) -> Result<Box<dyn Method>> {
     method.ok_or_else(unknown)?.prepare(&ask)
 }
 
+/// Prepares a head plan in which the KV heads of a layer have different methods.
+fn planned_heads(decoder: &Decoder) -> Result<Box<dyn Method>> {
+    let sizes = decoder.config.sizes();
+    let names = ["topk", "selfindex", "full", "streaming"];
+    let head = |layer: usize, kv_head: usize| {
+        let name = names[(layer + kv_head) % names.len()];
+        json!({ "method": name, "budget": 1.0, "keys": KvType::F32.keys, "values": KvType::F32.values })
+    };
+    let layer = |layer: usize| {
+        let heads = (0..sizes.n_kv_heads).map(|kv_head| head(layer, kv_head));
+        json!({ "heads": heads.collect::<Vec<_>>() })
+    };
+    let layers: Vec<Value> = (0..sizes.n_layers).map(layer).collect();
+    Plan::read(json!({ "layers": layers }))?.prepare(&Ask {
+        artifact: None,
+        ropes: &decoder.ropes,
+        sizes,
+        params: &MethodParams::default(),
+        seed: 0,
+    })
+}
+
 /// Compares the logits of a session on the device, whose method may choose everything, with those of full attention on
 /// the CPU.
-fn session(driver: &dyn Driver, decoder: &Decoder, method: &str) -> Result<Comparison> {
+fn session(driver: &dyn Driver, decoder: &Decoder, method: &dyn Method) -> Result<Comparison> {
     let options = DecodeOptions {
         sinks: 2,
         window: 4,
@@ -251,8 +283,7 @@ fn session(driver: &dyn Driver, decoder: &Decoder, method: &str) -> Result<Compa
     };
     let room = PROMPT + STEPS;
     let body = Body::load(driver, decoder, Precision::F32)?;
-    let method = prepared(method, decoder)?;
-    let mut found = Session::new(CudaBackend::new(body, method.as_ref(), options, 1, room)?);
+    let mut found = Session::new(CudaBackend::new(body, method, options, 1, room)?);
     let full = prepared("full", decoder)?;
     let mut expected = Session::on_cpu(decoder, full.as_ref(), options, room)?;
     let all_ids = ids(decoder, room);

@@ -72,9 +72,10 @@ impl Product {
         x.iter_mut().step_by(k).for_each(|x| *x *= 30.0);
         let mut stored = Vec::new();
         kind.write(&normals(&mut rng, n * k), &mut stored);
-        let before = match accumulate {
-            true => normals(&mut rng, m * n),
-            false => vec![f32::NAN; m * n],
+        let before = if accumulate {
+            normals(&mut rng, m * n)
+        } else {
+            vec![f32::NAN; m * n]
         };
         let linear = Linear {
             weight: Matrix::new(driver, kind, n, k, &stored)?,

@@ -6,7 +6,7 @@ use super::signs::FULL;
 use super::{Positions, Selection, Shape};
 use crate::compute::cuda::buffer::Buffer;
 use crate::compute::cuda::driver::Driver;
-use crate::error::Result;
+use crate::error::{Error, Result};
 use crate::kv::KvType;
 use crate::kv::packed::row_bytes;
 
@@ -22,8 +22,11 @@ impl<'d> LayerCache<'d> {
     /// Allocates an empty cache.
     ///
     /// # Errors
-    /// Sizes that the kernels do not support; out of memory.
+    /// Sizes or [formats](holds) that the kernels do not support; out of memory.
     pub fn new(driver: &'d dyn Driver, shape: Shape, kv: KvType) -> Result<Self> {
+        if !holds(kv) {
+            return Err(Error::internal(format!("CUDA: there is no cache of type {kv}")));
+        }
         match kv.float() {
             Some(kind) => LayerRows::new(driver, shape, kind).map(Self::Plain),
             None => Ok(Self::Packed(Box::new(PackedLayer::new(driver, shape)?))),
@@ -65,6 +68,11 @@ impl<'d> LayerCache<'d> {
             Self::Packed(_) => None,
         }
     }
+}
+
+/// Returns whether a [`LayerCache`] can hold keys and values in these formats.
+pub fn holds(kv: KvType) -> bool {
+    kv.float().is_some() || kv == KvType::TWO_BIT
 }
 
 /// Returns the bytes per KV head that do not depend on the length: full-precision rows, scales and centers.

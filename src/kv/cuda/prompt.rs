@@ -208,12 +208,13 @@ impl<'d> Prompts<'d> {
 
     fn check(&self, other: &Shape) -> Result<()> {
         let sizes = |shape: &Shape| (shape.sequences, shape.kv_heads, shape.head_dim, shape.capacity);
-        match sizes(&self.shape) == sizes(other) {
-            true => Ok(()),
-            false => Err(Error::internal(format!(
+        if sizes(&self.shape) == sizes(other) {
+            Ok(())
+        } else {
+            Err(Error::internal(format!(
                 "CUDA: room for prompts of {:?}, but signs are {other:?}",
                 self.shape
-            ))),
+            )))
         }
     }
 

@@ -91,12 +91,13 @@ impl<'d> Signs<'d> {
 
 /// Checks that channels have signs in groups of 4.
 pub(super) fn check_channels(d: usize) -> Result<()> {
-    match d.is_multiple_of(4) {
-        true => Ok(()),
-        false => Err(Error::unsupported(format!(
+    if d.is_multiple_of(4) {
+        Ok(())
+    } else {
+        Err(Error::unsupported(format!(
             "CUDA: signs need a head dimension that is a multiple of 4, not {d}"
         ))
-        .hint("use ⟨device=cpu⟩")),
+        .hint("use ⟨device=cpu⟩"))
     }
 }
 

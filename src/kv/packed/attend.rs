@@ -6,7 +6,7 @@ use super::two_bit::{TwoBit, pair};
 use super::{FullRows, QUANT_GROUP, SignRows, ValueRows, sign_bytes};
 use crate::compute::attention::lanes::Simd;
 use crate::compute::attention::{self, ChunkedRows, GroupQueries, LANES, OutputSums, Run, StoredRows};
-use crate::prefetch::prefetch_ends;
+use crate::prefetch::prefetch_row;
 
 /// Chunks of [`LANES`] channels in a quantisation group.
 const CHUNKS: usize = QUANT_GROUP / LANES;
@@ -22,9 +22,10 @@ pub(super) fn in_groups(d: usize) -> bool {
 /// A key is `c + alpha x`, per channel, with the same center c and scale alpha for all keys. Its score is therefore
 /// `q . c + (q alpha) . x`: the queries are scaled once, instead of every key.
 pub(super) fn scores(rows: &SignRows, queries: &GroupQueries, run: &Run, out: &mut [f32], stride: usize) {
-    match rows.layout.signed {
-        true => scores_of(Keys::<true>::of(rows), queries, run, out, stride),
-        false => scores_of(Keys::<false>::of(rows), queries, run, out, stride),
+    if rows.layout.signed {
+        scores_of(Keys::<true>::of(rows), queries, run, out, stride)
+    } else {
+        scores_of(Keys::<false>::of(rows), queries, run, out, stride)
     }
 }
 
@@ -55,9 +56,10 @@ fn scores_of<const SIGNED: bool>(
 pub(super) fn add(rows: &ValueRows, weights: &[f32], stride: usize, run: &Run, sums: &mut OutputSums) {
     for (at, run, is_full) in parts(run, &rows.full) {
         let weights = &weights[at..];
-        match is_full {
-            true => attention::widened_add(rows, weights, stride, &run, sums),
-            false => attention::add(weights, stride, Values::of(rows), &run, sums),
+        if is_full {
+            attention::widened_add(rows, weights, stride, &run, sums)
+        } else {
+            attention::add(weights, stride, Values::of(rows), &run, sums)
         }
     }
 }
@@ -81,9 +83,10 @@ fn parts<'a>(run: &Run<'a>, full: &FullRows) -> impl Iterator<Item = (usize, Run
             Some(p) => rest.partition_point(|q| q < *p),
             None => rest.len(),
         };
-        let run = match at < now.len() {
-            true => Run::new(rest, at - start),
-            false => Run { now: rest, next },
+        let run = if at < now.len() {
+            Run::new(rest, at - start)
+        } else {
+            Run { now: rest, next }
         };
         Some((start, run, is_full))
     })
@@ -146,7 +149,7 @@ impl<'a, const SIGNED: bool> ChunkedRows for Keys<'a, SIGNED> {
     #[inline(always)]
     fn prefetch(self, position: u32) {
         self.rows.magnitudes.prefetch(position as usize);
-        prefetch_ends(&self.rows.signs, position as usize, self.width);
+        prefetch_row(&self.rows.signs, position as usize, self.width);
     }
 
     /// # Source

@@ -3,8 +3,9 @@
 use half::f16;
 
 use super::QUANT_GROUP;
+use crate::float::saturating_f16;
 use crate::kv::lines::AlignedVec;
-use crate::prefetch::prefetch_ends;
+use crate::prefetch::prefetch_row;
 
 /// A smaller step counts as zero: the values of the group are taken as equal.
 const LEAST_STEP: f32 = 1e-8;
@@ -64,7 +65,7 @@ impl TwoBit {
     /// Prefetches a row.
     #[inline(always)]
     pub(super) fn prefetch(&self, row: usize) {
-        prefetch_ends(&self.rows, row, self.width);
+        prefetch_row(&self.rows, row, self.width);
     }
 
     /// Dequantises a row: Q s + z for every channel.
@@ -94,6 +95,10 @@ impl TwoBit {
         params.map(|params| pair(*params)).collect()
     }
 
+    pub(super) fn len(&self) -> usize {
+        self.rows.len() / self.width
+    }
+
     pub(super) fn clear(&mut self) {
         self.rows.clear();
     }
@@ -112,9 +117,4 @@ pub(super) fn width(d: usize) -> usize {
 #[inline(always)]
 pub(super) fn pair(params: [u8; 4]) -> [f16; 2] {
     bytemuck::cast(params)
-}
-
-/// Rounds to the nearest f16; values beyond its range become the largest.
-pub(super) fn saturating_f16(x: f32) -> f16 {
-    f16::from_f32(x.clamp(f16::MIN.to_f32(), f16::MAX.to_f32()))
 }

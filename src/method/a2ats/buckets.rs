@@ -76,9 +76,10 @@ impl Edges {
     pub fn runs(&self, end: usize, candidates: &Range<usize>) -> Vec<Run> {
         let place = |bucket: usize| {
             // Distance 0 is at position `end - 1`.
-            let first = match bucket == BUCKETS - 1 {
-                true => 0,
-                false => end.saturating_sub(self.0[bucket + 1] as usize),
+            let first = if bucket == BUCKETS - 1 {
+                0
+            } else {
+                end.saturating_sub(self.0[bucket + 1] as usize)
             };
             let last = end.saturating_sub(self.0[bucket] as usize);
             let positions = first.max(candidates.start)..last.min(candidates.end);
@@ -145,11 +146,12 @@ impl DistanceBuckets {
         let is_share = |of: &[f64; BUCKETS]| {
             of.iter().all(|weight| *weight >= 0.0) && (of.iter().sum::<f64>() - 1.0).abs() < 1e-9
         };
-        match self.weights.len() == n_layers && self.weights.iter().all(is_share) {
-            true => Ok(()),
-            false => Err(Error::damaged(
+        if self.weights.len() == n_layers && self.weights.iter().all(is_share) {
+            Ok(())
+        } else {
+            Err(Error::damaged(
                 "`sections.a2ats.distance_buckets.weights` are not one set of shares per layer",
-            )),
+            ))
         }
     }
 }

@@ -80,9 +80,10 @@ impl Entries<'_> {
 
     /// Returns the index of the entry of candidate `i`.
     fn place(&self, i: usize) -> usize {
-        match self.is_reversed {
-            true => self.range.end - 1 - i,
-            false => self.range.start + i,
+        if self.is_reversed {
+            self.range.end - 1 - i
+        } else {
+            self.range.start + i
         }
     }
 

@@ -119,9 +119,12 @@ mod tests {
     fn values(n: usize, seed: u32, coarse: bool) -> Vec<f32> {
         let mut number = numbers(seed);
         let mut next = || (number() >> 8) as f32 / (1 << 24) as f32;
-        let value = |x: f32| match coarse {
-            true => (x * 8.0).floor() / 8.0,
-            false => x.powi(7),
+        let value = |x: f32| {
+            if coarse {
+                (x * 8.0).floor() / 8.0
+            } else {
+                x.powi(7)
+            }
         };
         (0..n).map(|_| value(next())).collect()
     }

@@ -154,9 +154,10 @@ impl PowerSums {
         if is_near {
             for i in starts.chain(ends) {
                 let value = values.get(i).copied().unwrap_or(0.0);
-                match old.contains(&i) {
-                    true => self.change(value, 0.0),
-                    false => self.change(0.0, value),
+                if old.contains(&i) {
+                    self.change(value, 0.0)
+                } else {
+                    self.change(0.0, value)
                 }
             }
         }

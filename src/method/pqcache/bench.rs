@@ -8,6 +8,10 @@ use crate::method::bench::{Bench, BenchParams, Fill, NewHead, TimedLayer};
 pub(super) struct PqCacheBench;
 
 impl Bench for PqCacheBench {
+    fn prompt_queries(&self, _: &TimedLayer, _: &BenchParams) -> usize {
+        1
+    }
+
     fn heads(&self, layer: &TimedLayer, _: &BenchParams) -> Result<Box<NewHead>> {
         let (params, seed) = (PqCacheParams::default(), layer.seed);
         params.check(layer.head_dim)?;

@@ -4,7 +4,7 @@ use super::{RandomDraws, Seed};
 use crate::compute::cuda::driver::Driver;
 use crate::error::Result;
 use crate::kv::cuda::{Limits, Positions, Selection, Shape};
-use crate::method::cuda::{CudaIndex, CudaMethod, CudaStep, Indexes, OnDevice, each_layer};
+use crate::method::cuda::{CudaIndex, CudaMethod, CudaStep, Indexes, OnDevice, ServedLayer, each_served};
 
 /// The draws of one layer: see [`crate::method::random`].
 pub struct Draws<'d> {
@@ -24,11 +24,12 @@ impl<'d> Draws<'d> {
         limits: &Limits,
         seed: u64,
         layer: usize,
+        kv_heads: impl IntoIterator<Item = usize>,
     ) -> Result<Self> {
         let shape = shape.checked()?;
         let head = |kv_head| RandomDraws::new(seed, layer, kv_head);
         Ok(Self {
-            heads: (0..shape.kv_heads).map(head).collect(),
+            heads: kv_heads.into_iter().map(head).collect(),
             selection: Selection::new(driver, &shape, limits.most(shape.capacity))?,
         })
     }
@@ -46,9 +47,10 @@ impl<'d> Draws<'d> {
 }
 
 impl CudaMethod for Seed {
-    fn indexes<'d>(&self, at: OnDevice<'d>, limits: &[Limits]) -> Result<Indexes<'d>> {
-        each_layer(limits, |layer, limits| {
-            Draws::new(at.driver, at.shape, limits, self.0, layer)
+    fn indexes<'d>(&self, at: OnDevice<'d>, layers: &[ServedLayer]) -> Result<Indexes<'d>> {
+        each_served(layers, |of| {
+            let heads = of.heads.iter().copied();
+            Draws::new(at.driver, at.shape, &of.limits, self.0, of.layer, heads)
         })
     }
 }

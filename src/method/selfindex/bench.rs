@@ -26,7 +26,7 @@ impl Bench for SelfIndexBench {
 
     /// In 2-bit rows, the signs are the index.
     fn reads_rows(&self, kv: KvType) -> bool {
-        kv == KvType::TwoBit
+        kv.keys.has_signs()
     }
 
     fn index_bytes(&self, layer: &TimedLayer, _: &BenchParams) -> usize {

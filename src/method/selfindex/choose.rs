@@ -188,9 +188,10 @@ impl PatternScores {
 
 /// Returns the bytes of the scores of `n` candidates that a choice keeps: a scan keeps none but those of the best.
 pub(super) fn scratch_bytes(n: usize, how: Ranking) -> usize {
-    match how == Ranking::Plain || n < LEAST {
-        true => n * size_of::<(f32, u32)>(),
-        false => 0,
+    if how == Ranking::Plain || n < LEAST {
+        n * size_of::<(f32, u32)>()
+    } else {
+        0
     }
 }
 

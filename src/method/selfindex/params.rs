@@ -32,6 +32,10 @@ parameters! {
 }
 
 impl SelfIndexParams {
+    /// The parameters that describe caches whose keys have signs, by name, and whether the method itself uses them too.
+    pub const OF_CACHES: [(&'static str, bool); 3] =
+        [("center", true), ("sign_full", true), ("plain_keys", false)];
+
     /// Returns these parameters with those of `other` that describe the caches.
     pub fn with_caches_of(self, other: &Self) -> Self {
         Self {

@@ -6,7 +6,9 @@ use crate::compute::cuda::driver::Driver;
 use crate::compute::cuda::kernels;
 use crate::error::Result;
 use crate::kv::cuda::{Limits, Positions, Selection, Shape};
-use crate::method::cuda::{ByWindow, CudaIndex, CudaMethod, CudaStep, Indexes, OnDevice, each_layer};
+use crate::method::cuda::{
+    ByWindow, CudaIndex, CudaMethod, CudaStep, Indexes, OnDevice, ServedLayer, each_served,
+};
 use crate::method::streaming as cpu;
 
 /// The most recent candidates: see [`crate::method::streaming`].
@@ -46,9 +48,9 @@ impl<'d> Streaming<'d> {
 }
 
 impl CudaMethod for cpu::Streaming {
-    fn indexes<'d>(&self, at: OnDevice<'d>, limits: &[Limits]) -> Result<Indexes<'d>> {
+    fn indexes<'d>(&self, at: OnDevice<'d>, layers: &[ServedLayer]) -> Result<Indexes<'d>> {
         let mut shared = ByWindow::new();
-        each_layer(limits, |_, limits| {
+        each_served(layers, |ServedLayer { limits, .. }| {
             shared.of(limits, || Streaming::new(at.driver, at.shape, limits))
         })
     }

@@ -11,7 +11,7 @@ use crate::kv::cuda::attend::LayerRows;
 use crate::kv::cuda::best::Best;
 use crate::kv::cuda::{Limits, Positions, Selection, Shape};
 use crate::method::cuda::{
-    ByWindow, CudaIndex, CudaMethod, CudaNeeds, CudaStep, Indexes, OnDevice, each_layer,
+    ByWindow, CudaIndex, CudaMethod, CudaNeeds, CudaStep, Indexes, OnDevice, ServedLayer, each_served,
 };
 use crate::method::topk as cpu;
 
@@ -144,9 +144,9 @@ impl CudaMethod for cpu::TopK {
         needs.has_rows_on_device()
     }
 
-    fn indexes<'d>(&self, at: OnDevice<'d>, limits: &[Limits]) -> Result<Indexes<'d>> {
+    fn indexes<'d>(&self, at: OnDevice<'d>, layers: &[ServedLayer]) -> Result<Indexes<'d>> {
         let mut shared = ByWindow::new();
-        each_layer(limits, |_, limits| {
+        each_served(layers, |ServedLayer { limits, .. }| {
             shared.of(limits, || TopK::new(at.driver, at.shape, limits))
         })
     }

@@ -333,9 +333,10 @@ mod tests {
             theta: 1e4,
             scaling: RopeScaling::Default,
         };
-        match has_path {
-            true => head.around(MeanPath::new(values(D, 3).into(), &Rope::new(&config, D))),
-            false => head,
+        if has_path {
+            head.around(MeanPath::new(values(D, 3).into(), &Rope::new(&config, D)))
+        } else {
+            head
         }
     }
 

@@ -213,8 +213,8 @@ impl SectionKind for WpqSection {
         WpqFitParams::set()
     }
 
-    fn is_wanted(&self, values: &Map<String, Value>) -> bool {
-        values.get("wpq_bits").is_none_or(|bits| !bits.is_null())
+    fn left_out_by(&self) -> Option<&'static str> {
+        Some("wpq_bits")
     }
 
     fn fit(&self, values: Map<String, Value>, input: &FitInput) -> Result<Box<dyn Fit>> {

@@ -20,9 +20,10 @@ fn read(c: &Fields, model: &mut ModelConfig) -> Result<()> {
 
 /// Reads the windows of a Qwen model.
 pub(super) fn windows(c: &Fields, model: &mut ModelConfig) -> Result<()> {
-    let window = match c.bool_or("use_sliding_window", false)? {
-        true => c.window()?,
-        false => None,
+    let window = if c.bool_or("use_sliding_window", false)? {
+        c.window()?
+    } else {
+        None
     };
     let n = model.n_layers();
     let windows = match typed_windows(c, n, window)? {

@@ -24,9 +24,10 @@ fn read(c: &Fields, model: &mut ModelConfig) -> Result<()> {
     for (block, rotates) in model.blocks.iter_mut().zip(rotates) {
         block.rotates = rotates;
     }
-    let window = match c.bool_or("use_sliding_window", false)? {
-        true => c.size_opt("sliding_window")?,
-        false => None,
+    let window = if c.bool_or("use_sliding_window", false)? {
+        c.size_opt("sliding_window")?
+    } else {
+        None
     };
     let windows = match typed_windows(c, model.n_layers(), window)? {
         Some(windows) => windows,

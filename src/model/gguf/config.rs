@@ -187,14 +187,15 @@ impl Gguf {
             let kept = ((original * speed(i) - low) / (high - low)).clamp(0.0, 1.0);
             (found * ((1.0 - kept) / factor + kept) - 1.0).abs() < 1e-4
         });
-        match is_known && factor.is_finite() && self.channels(arch) == Some(d as u64) {
-            true => Ok(json!({
+        if is_known && factor.is_finite() && self.channels(arch) == Some(d as u64) {
+            Ok(json!({
                 "rope_type": "llama3", "factor": factor, "low_freq_factor": low, "high_freq_factor": high,
                 "original_max_position_embeddings": original,
-            })),
-            false => Err(self
+            }))
+        } else {
+            Err(self
                 .unsupported("the frequencies in `rope_freqs.weight` are not those of Llama 3.1's rope")
-                .hint("give the Hugging Face folder from which the file was made")),
+                .hint("give the Hugging Face folder from which the file was made"))
         }
     }
 }

@@ -230,9 +230,12 @@ fn rope_type<'a>(s: &Fields<'a>, name: &str) -> Result<&'a str> {
 
 /// Reads YaRN's settings and resolves its attention factor (arXiv 2309.00071, section 3.4).
 fn yarn(s: &Fields, factor: f64, max_position: usize) -> Result<RopeScaling> {
-    let mscale = |weight: f64| match factor <= 1.0 {
-        true => 1.0,
-        false => 0.1 * weight * factor.ln() + 1.0,
+    let mscale = |weight: f64| {
+        if factor <= 1.0 {
+            1.0
+        } else {
+            0.1 * weight * factor.ln() + 1.0
+        }
     };
     let attention_factor = match s.number_opt("attention_factor")? {
         Some(f) => f,

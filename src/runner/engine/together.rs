@@ -39,7 +39,7 @@ impl Together<'_> {
     fn estimate(&self, positions: usize) -> [usize; 2] {
         let config = &self.forward.decoder().config;
         [
-            room::row_bytes(config, &self.options, positions),
+            room::row_bytes(config, self.method, &self.options, positions),
             room::index_bytes(config, self.method, &self.options, positions),
         ]
     }
@@ -92,7 +92,12 @@ impl Pool for Together<'_> {
     }
 
     fn adopt(&mut self, id: SequenceId, heads: Vec<Vec<FilledHead>>, positions: usize) -> Result<()> {
-        self.add(id, Caches::filled(heads), positions, positions);
+        self.add(
+            id,
+            Caches::filled(heads, self.options.budget),
+            positions,
+            positions,
+        );
         Ok(())
     }
 

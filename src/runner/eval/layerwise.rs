@@ -47,14 +47,15 @@ impl Passage {
     }
 
     fn check(&self) -> Result<()> {
-        match self.steps > 0 && self.steps < self.ids.len() {
-            true => Ok(()),
-            false => Err(Error::invalid(format!(
+        if self.steps > 0 && self.steps < self.ids.len() {
+            Ok(())
+        } else {
+            Err(Error::invalid(format!(
                 "a block of {} tokens is too short for {} decode steps after a prompt",
                 self.ids.len(),
                 self.steps
             ))
-            .hint("give longer blocks, or fewer decode steps")),
+            .hint("give longer blocks, or fewer decode steps"))
         }
     }
 }
@@ -156,8 +157,7 @@ impl Layerwise<'_> {
         done: &mut dyn FnMut(usize),
     ) -> Result<Vec<Option<f64>>> {
         let runs = self.run(std::slice::from_ref(passage), variants, Measure::Reads, done)?;
-        let head_dim = self.decoder().config.head_dim;
-        let share = |report: &VariantReport| report.counts.bytes_fraction(self.options.kv, head_dim);
+        let share = |report: &VariantReport| report.counts.bytes_fraction();
         Ok(runs
             .iter()
             .flat_map(|run| run.reports.iter().map(share))
@@ -379,7 +379,6 @@ impl LayerInput<'_> {
                 group: r,
                 step,
                 set: &set,
-                variants: self.variants,
                 options: &self.of.options,
             };
             steps.push(head.step(&input, 0, out));

@@ -4,14 +4,14 @@ use ndarray::{Array1, Array2, Axis};
 use rayon::prelude::*;
 
 use super::super::DecodeOptions;
-use super::super::head::{Chooser, Head, PromptRows, Token, decode_head, prefill_heads};
+use super::super::head::{Chooser, Head, PromptRows, Stepped, Token, decode_head, prefill_heads};
 use super::Variant;
 use super::judge::{Judge, Metrics};
 use crate::compute::attention;
 use crate::error::Result;
 use crate::kv::StaticSet;
 use crate::kv::{KvHead, KvType};
-use crate::method::{Choice, Reads};
+use crate::method::Reads;
 use crate::model::ModelConfig;
 use crate::model::forward::{Context, Forward, Rows};
 
@@ -46,7 +46,7 @@ pub(super) struct HeadStep {
     /// Per variant: its metrics, if choices are judged.
     pub metrics: Vec<Metrics>,
     /// Per variant: its choice along its own trajectory, and what it read.
-    pub chosen: Vec<(Choice, Reads)>,
+    pub chosen: Vec<Stepped>,
 }
 
 /// What the KV heads of a layer have in common in one decode step.
@@ -58,8 +58,7 @@ pub(super) struct StepInput<'a> {
     /// Index of the step.
     pub step: usize,
     pub set: &'a StaticSet,
-    pub variants: &'a [Variant<'a>],
-    /// The options of every variant, without its budget.
+    /// The options of every variant; the budget is that of its chooser.
     pub options: &'a DecodeOptions,
 }
 
@@ -125,9 +124,12 @@ fn prefill_full(
     leaders: &[usize],
 ) -> Context {
     let exact: Vec<&KvHead> = heads.iter().map(|h| &h.exact).collect();
-    let stored: Option<Vec<&KvHead>> = heads.iter().map(|h| h.stored.as_ref()).collect();
-    // Methods see earlier positions as the variants' caches round them.
-    let stored = stored.filter(|caches| !caches[0].is_empty());
+    // Methods see earlier positions as the variants' caches round them, if some do.
+    let rounds = heads.iter().any(|h| h.stored.is_some()) && !exact[0].is_empty();
+    let stored: Option<Vec<&KvHead>> = rounds.then(|| {
+        let held = heads.iter().map(|h| h.stored.as_ref().unwrap_or(&h.exact));
+        held.collect()
+    });
     let rounded = stored.map(|caches| {
         let (q, k, v) = (rows.q_rope.clone(), rows.k_rope.clone(), rows.v.clone());
         Context::join(q, k, v, &caches)
@@ -162,16 +164,22 @@ impl HeadTrajectories {
         [layer, kv_head]: [usize; 2],
     ) -> Self {
         let kv = |kind| KvHead::new(kind, c.head_dim, capacity, options.packed);
+        // All variants read the same rows: in the formats of the head plan, if there is one.
+        let planned = variants
+            .iter()
+            .find_map(|variant| variant.method.limits(layer, kv_head));
+        let stored = planned.map_or(options.kv, |limits| limits.kv);
         let state = |variant: &Variant| {
             let options = DecodeOptions {
                 budget: variant.budget,
+                kv: stored,
                 ..*options
             };
-            Chooser::new(variant.method, &options.place(c, layer, kv_head))
+            Chooser::new(variant.method, options.place(c, variant.method, layer, kv_head))
         };
         Self {
             exact: kv(KvType::F32),
-            stored: (options.kv != KvType::F32).then(|| kv(options.kv)),
+            stored: (stored != KvType::F32).then(|| kv(stored)),
             shadows: variants.iter().map(state).collect(),
             own: Vec::new(),
         }
@@ -240,9 +248,8 @@ impl HeadTrajectories {
             let full = full.to_owned();
             let judge = Judge::new(input.set, weights.view(), full.view());
             let kv = self.stored.as_ref().unwrap_or(&self.exact);
-            let shadows = self.shadows.par_iter_mut().zip(input.variants);
-            let measured = shadows.map(|(shadow, variant)| {
-                let step = token.step(input.step, input.set, variant.budget, kv);
+            let measured = self.shadows.par_iter_mut().map(|shadow| {
+                let step = token.step(input.step, input.set, shadow.budget, kv);
                 let mut output = Array2::zeros(full.dim());
                 let reads = &mut Reads::new(input.options.granule);
                 let choice = decode_head(&token, &step, input.set, shadow, output.view_mut(), reads);
@@ -251,15 +258,10 @@ impl HeadTrajectories {
             metrics = measured.collect();
         }
         let (_, mut outputs) = out.view_mut().split_at(Axis(0), 1);
-        let own = self.own.par_iter_mut().zip(input.variants);
-        let own = own.zip(outputs.axis_iter_mut(Axis(0)));
-        let chosen = own.enumerate().map(|(v, ((head, variant), output))| {
+        let own = self.own.par_iter_mut().zip(outputs.axis_iter_mut(Axis(0)));
+        let chosen = own.enumerate().map(|(v, (head, output))| {
             let token = Token::of(input.rows, c, input.group, v + 1);
-            let options = DecodeOptions {
-                budget: variant.budget,
-                ..*input.options
-            };
-            head.step(&token, input.step, input.set, &options, output)
+            head.step(&token, input.step, input.set, input.options.granule, output)
         });
         let chosen = chosen.collect();
         HeadStep { metrics, chosen }

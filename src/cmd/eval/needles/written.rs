@@ -217,9 +217,10 @@ impl Reader<'_> {
             self.line(line).map_err(|e| e.context(place()))
         });
         let lines: Vec<NeedleLine> = lines.collect::<Result<_>>()?;
-        match lines.is_empty() {
-            true => Err(Error::invalid(format!("{} contains no questions", path.display())).hint(FORMS)),
-            false => Ok(lines),
+        if lines.is_empty() {
+            Err(Error::invalid(format!("{} contains no questions", path.display())).hint(FORMS))
+        } else {
+            Ok(lines)
         }
     }
 }

@@ -49,7 +49,7 @@ function provenance() {
     Object.keys(sections).map(settings),
     data.evals.length ? table('Evaluations', ['File', 'Text', 'Cache', 'kvsmith', 'Device'], data.evals.map(({ file, document }, i) => [file,
       isNumber(document.needles) ? things(`eval${i}#/needles`, 'question') : [things(`eval${i}#/tokens`, 'token'), ' in ', things(`eval${i}#/blocks`, 'block'), ', ', things(`eval${i}#/steps`, 'decode step')],
-      document.kv ?? 'not recorded; bf16 assumed', document.version ?? '–', document.device ?? '–'])) : null]);
+      document.kv === null ? 'differs by KV head' : document.kv ?? 'not recorded; bf16 assumed', document.version ?? '–', document.device ?? '–'])) : null]);
 }
 
 /** Lists the settings that two artifacts do not share. */

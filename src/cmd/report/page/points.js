@@ -47,6 +47,8 @@ function listSources() {
     sources.push({ id: 'verdict', label: 'text that nothing was fitted to', points, rows: METHODS.rows, pointer: 'inspect#/methods/rows' });
   }
   data.evals.forEach(({ file, document }, i) => {
+    // The KV heads of a head plan may have caches of different types.
+    if (document.kv === null) return;
     const [sinks, window] = [document.sinks ?? data.static_set[0], document.window ?? data.static_set[1]];
     const pointer = `eval${i}#/rows`;
     const points = pointsOf(document.rows, pointer, { source: file, kv: document.kv ?? 'bf16', sinks, window });

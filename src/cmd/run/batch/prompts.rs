@@ -99,9 +99,10 @@ impl Prompts {
         })?;
         let text = text.strip_prefix('\u{feff}').unwrap_or(&text);
         let (tokenizer, decoder) = (model.tokenizer()?, &model.decoder);
-        let most = match args.beyond_context {
-            true => usize::MAX,
-            false => decoder.config.max_position_embeddings,
+        let most = if args.beyond_context {
+            usize::MAX
+        } else {
+            decoder.config.max_position_embeddings
         };
         let mut reader = Reader {
             args,

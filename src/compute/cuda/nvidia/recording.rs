@@ -96,9 +96,10 @@ impl Recordings {
     /// Says whether this thread's next launch may run at the same time as the one before it.
     pub fn set_beside(&mut self, beside: bool) {
         let thread = thread::current().id();
-        match beside {
-            true => self.beside.insert(thread),
-            false => self.beside.remove(&thread),
+        if beside {
+            self.beside.insert(thread)
+        } else {
+            self.beside.remove(&thread)
         };
     }
 

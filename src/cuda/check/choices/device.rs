@@ -14,7 +14,7 @@ use crate::kv::cuda::prompt::{Prompts, Queries};
 use crate::kv::cuda::{Limits, Positions, Rotated};
 use crate::kv::packed::{Center, Layout};
 use crate::method::Method;
-use crate::method::cuda::{Chunk, CudaIndex, CudaStep, OnDevice, TALLIES, WholePrompt};
+use crate::method::cuda::{Chunk, CudaIndex, CudaStep, OnDevice, ServedLayer, TALLIES, WholePrompt};
 
 /// A layer whose rows are fed to the device.
 pub struct Layer<'a> {
@@ -90,7 +90,10 @@ impl<'a> Layer<'a> {
             kv: setting.kv,
         };
         let without = || Error::internal("CUDA: a method without an index on the device");
-        let index = method.cuda().ok_or_else(without)?.indexes(at, &[limits])?;
+        let index = method
+            .cuda()
+            .ok_or_else(without)?
+            .indexes(at, &ServedLayer::all(&[limits], shape.kv_heads))?;
         let index = index.into_iter().next().ok_or_else(without)?;
         let mut cache = LayerCache::new(driver, shape, setting.kv)?;
         let mut positions = Positions::new(driver, shape, limits)?;
@@ -169,9 +172,10 @@ impl<'a> Layer<'a> {
             rows: &last.queries,
             m: last.m,
         };
-        let prompts = match context.is_some() || index.wants_prompts() {
-            true => Some(Prompts::new(driver, shape)?),
-            false => None,
+        let prompts = if context.is_some() || index.wants_prompts() {
+            Some(Prompts::new(driver, shape)?)
+        } else {
+            None
         };
         if let (Some((rows, _)), Some(prompts), LayerCache::Packed(packed)) =
             (&context, &prompts, &mut *cache)

@@ -16,7 +16,8 @@ use crate::method::Reads;
 use crate::method::a2ats::A2atsMethod;
 use crate::method::bench::Contents;
 use crate::method::cuda::{
-    Chunk, CudaIndex, CudaMethod, CudaStep, Indexes, OnDevice, SharedPrompt, each_layer, in_prompt,
+    Chunk, CudaIndex, CudaMethod, CudaStep, Indexes, OnDevice, ServedLayer, SharedPrompt, each_layer,
+    each_served, in_prompt,
 };
 
 /// The index of a layer.
@@ -29,17 +30,17 @@ struct CodeIndex<'d> {
 }
 
 impl CudaMethod for A2atsMethod {
-    fn indexes<'d>(&self, at: OnDevice<'d>, limits: &[Limits]) -> Result<Indexes<'d>> {
+    fn indexes<'d>(&self, at: OnDevice<'d>, layers: &[ServedLayer]) -> Result<Indexes<'d>> {
         let encoder = SharedPrompt::default();
         let share = self.params.topk_per_query_head;
-        each_layer(limits, |layer, limits| {
-            let heads = (0..at.shape.kv_heads).map(|head| self.codebooks.head(layer, head));
+        each_served(layers, |of| {
+            let heads = of.heads.iter().map(|head| self.codebooks.head(of.layer, *head));
             let is_pre_rope = heads.clone().all(|head| head.is_pre_rope());
             let constants: Vec<_> = heads.map(|head| head.constants()).collect();
             let codebooks = Codebooks::new(at.driver, &constants)?;
             let limits = Limits {
-                budget: share.map_or(limits.budget, Budget::Fraction),
-                ..*limits
+                budget: share.map_or(of.limits.budget, Budget::Fraction),
+                ..of.limits
             };
             let state = A2ats::new(at.driver, at.shape, &limits, &codebooks, share.is_some())?;
             Ok(CodeIndex {
@@ -112,9 +113,12 @@ pub(in crate::internal::method::a2ats) fn random<'d>(
     each_layer(contents.limits, |layer, limits| {
         let seed = contents.seeds[layer];
         let mut rng = ChaCha8Rng::seed_from_u64(u64::from(seed));
-        let codebook = |_| match at.driver.has_memory() {
-            true => Array2::from_shape_simple_fn((size, d), || rng.r#gen::<f32>() * 2.0 - 1.0),
-            false => Array2::zeros((size, d)),
+        let codebook = |_| {
+            if at.driver.has_memory() {
+                Array2::from_shape_simple_fn((size, d), || rng.r#gen::<f32>() * 2.0 - 1.0)
+            } else {
+                Array2::zeros((size, d))
+            }
         };
         let books: Vec<Array2<f32>> = (0..at.shape.kv_heads).map(codebook).collect();
         let heads = books.iter().map(|codebook| HeadConstants {

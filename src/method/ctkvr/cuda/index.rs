@@ -4,11 +4,11 @@ use std::ops::Range;
 
 use super::{Ctkvr, CtkvrWorkspace, Lists};
 use crate::error::Result;
-use crate::kv::cuda::{Limits, Selection};
+use crate::kv::cuda::Selection;
 use crate::method::ctkvr::CtkvrParams;
 use crate::method::cuda::{
-    ByWindow, Chunk, CudaIndex, CudaMethod, CudaNeeds, CudaStep, Indexes, OnDevice, SharedPrompt,
-    WholePrompt, each_layer, in_prompt,
+    ByWindow, Chunk, CudaIndex, CudaMethod, CudaNeeds, CudaStep, Indexes, OnDevice, ServedLayer,
+    SharedPrompt, WholePrompt, each_served, in_prompt,
 };
 
 /// The index of a layer.
@@ -22,9 +22,9 @@ impl CudaMethod for CtkvrParams {
         needs.has_rows_on_device()
     }
 
-    fn indexes<'d>(&self, at: OnDevice<'d>, limits: &[Limits]) -> Result<Indexes<'d>> {
+    fn indexes<'d>(&self, at: OnDevice<'d>, layers: &[ServedLayer]) -> Result<Indexes<'d>> {
         let (mut shared, lists) = (ByWindow::new(), SharedPrompt::default());
-        each_layer(limits, |_, limits| {
+        each_served(layers, |ServedLayer { limits, .. }| {
             let space = shared.of(limits, || CtkvrWorkspace::new(at, limits, self))?;
             Ok(QueryIndex {
                 ring: Ctkvr::new(at.driver, at.shape, limits, space)?,

@@ -9,12 +9,13 @@ use super::{Lfps, LfpsWorkspace};
 use crate::compute::cuda::buffer::Buffer;
 use crate::error::Result;
 use crate::kv::cuda::attend::Attention;
-use crate::kv::cuda::{Limits, Positions, Selection};
+use crate::kv::cuda::{Positions, Selection};
 use crate::kv::packed::Center;
 use crate::kv::{KvHead, KvType};
 use crate::method::Prompt;
 use crate::method::cuda::{
-    ByWindow, Chunk, CudaIndex, CudaMethod, CudaNeeds, CudaStep, Indexes, OnDevice, WholePrompt, each_layer,
+    ByWindow, Chunk, CudaIndex, CudaMethod, CudaNeeds, CudaStep, Indexes, OnDevice, ServedLayer, WholePrompt,
+    each_served,
 };
 use crate::method::lfps::{self as method, LfpsMethod, Threshold};
 
@@ -34,14 +35,15 @@ impl CudaMethod for LfpsMethod {
         needs.has_rows_on_device() && !needs.later_prompts && has_rule
     }
 
-    fn indexes<'d>(&self, at: OnDevice<'d>, limits: &[Limits]) -> Result<Indexes<'d>> {
+    fn indexes<'d>(&self, at: OnDevice<'d>, layers: &[ServedLayer]) -> Result<Indexes<'d>> {
         let mut shared = ByWindow::new();
-        each_layer(limits, |layer, limits| {
+        each_served(layers, |of| {
+            let limits = &of.limits;
             let space = shared.of(limits, || LfpsWorkspace::new(at.driver, at.shape, limits))?;
-            let head = |kv_head| self.head(&at.place(layer, kv_head, limits));
+            let head = |kv_head: &usize| self.head(&at.place(of.layer, *kv_head, limits));
             Ok(TableIndex {
                 lfps: Lfps::new(at.driver, at.shape, limits, &self.params, space)?,
-                heads: (0..at.shape.kv_heads).map(head).collect(),
+                heads: of.heads.iter().map(head).collect(),
                 queries: RefCell::new(vec![Vec::new(); at.shape.kv_heads * at.shape.group]),
                 // At least one, because the last query also gives the variance of the scores.
                 rows: self.params.lfps_rows.max(1),

@@ -11,7 +11,8 @@ use super::{
     THETAS, TOP_DIVISOR, anchors, sample, slash_start,
 };
 use crate::artifact::{
-    Column, Facts, Fit, FitInput, HeadReport, MomentsRead, SectionKind, SectionView, object, share, table,
+    Column, Facts, Fit, FitInput, HeadReport, MomentsRead, Notable, SectionKind, SectionView, object, parse,
+    share, table,
 };
 use crate::env::Reporter;
 use crate::error::{Error, Result};
@@ -26,6 +27,9 @@ pub const SLASH: &str = "lfps.slash";
 pub const VERT: &str = "lfps.vert";
 /// The named scalars.
 pub const SCALARS: &str = "lfps.scalars";
+
+/// A query head whose sinks have at least this share of its attention, on average, attends little else.
+const SUNK: f64 = 0.95;
 
 /// Returns the section's parameters for the manifest.
 pub fn manifest() -> Result<Map<String, Value>> {
@@ -193,5 +197,22 @@ impl SectionKind for LfpsSection {
     fn weak_heads(&self, _: &SectionView, reports: &[HeadReport]) -> Result<String> {
         let heading = "lfps, heads that attend most widely (share of the positions with 95% of it)";
         worst_of(heading, reports, |of: &PriorsQuality| mean(&of.k_fraction))
+    }
+
+    /// Lists the heads whose sinks hold nearly everything for every query head.
+    fn notable_heads(&self, reports: &[HeadReport]) -> Result<Option<Notable>> {
+        #[derive(Deserialize)]
+        struct Sinks {
+            sink_mean: Vec<f64>,
+        }
+        let mut sunk = Vec::new();
+        for head in reports {
+            let Sinks { sink_mean } = parse("quality.lfps", head.report)?;
+            if sink_mean.iter().all(|share| *share >= SUNK) {
+                sunk.push((head.layer, head.head));
+            }
+        }
+        let what = "attending to sinks alone (95% of attention in every query head)";
+        Ok(Some((what, sunk)))
     }
 }

@@ -5,15 +5,16 @@ use rand_chacha::ChaCha8Rng;
 
 use super::SelfIndex;
 use crate::error::{Error, Result};
+use crate::kv::StaticSet;
 use crate::kv::cuda::cache::LayerCache;
 use crate::kv::cuda::signs::{FULL, Signs};
-use crate::kv::cuda::{Limits, Positions, Rotated, Selection};
+use crate::kv::cuda::{Positions, Rotated, Selection};
 use crate::kv::packed::{Center, Layout, sign_bytes};
-use crate::kv::{KvType, StaticSet};
 use crate::method::Reads;
 use crate::method::bench::Contents;
 use crate::method::cuda::{
-    CudaIndex, CudaMethod, CudaNeeds, CudaStep, Indexes, OnDevice, WholePrompt, each_layer,
+    CudaIndex, CudaMethod, CudaNeeds, CudaStep, Indexes, OnDevice, ServedLayer, WholePrompt, each_layer,
+    each_served,
 };
 use crate::method::selfindex::{SelfIndexMethod, centroid_bytes};
 
@@ -34,14 +35,16 @@ impl CudaMethod for SelfIndexMethod {
         !needs.later_prompts && (!needs.packed || self.layout().full <= FULL)
     }
 
-    fn indexes<'d>(&self, at: OnDevice<'d>, limits: &[Limits]) -> Result<Indexes<'d>> {
+    fn indexes<'d>(&self, at: OnDevice<'d>, layers: &[ServedLayer]) -> Result<Indexes<'d>> {
         let (driver, shape) = (at.driver, at.shape);
-        each_layer(limits, |layer, limits| {
-            let signs = match at.kv {
-                KvType::TwoBit => None,
-                _ => Some(Signs::new(driver, shape)?),
+        each_served(layers, |of| {
+            let limits = &of.limits;
+            let signs = if at.kv.keys.has_signs() {
+                None
+            } else {
+                Some(Signs::new(driver, shape)?)
             };
-            let centroids = self.centroids(layer, shape.kv_heads, shape.head_dim);
+            let centroids = self.centroids(of.layer, &of.heads, shape.head_dim);
             let index = match &centroids {
                 Some(values) => SelfIndex::new(driver, shape, limits, values)?,
                 None => SelfIndex::empty(driver, shape, limits)?,

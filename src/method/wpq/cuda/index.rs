@@ -7,7 +7,8 @@ use crate::kv::cuda::{Limits, Positions, Rotated, Selection};
 use crate::method::Reads;
 use crate::method::bench::Contents;
 use crate::method::cuda::{
-    ByWindow, Chunk, CudaIndex, CudaMethod, CudaNeeds, CudaStep, Indexes, OnDevice, each_layer,
+    ByWindow, Chunk, CudaIndex, CudaMethod, CudaNeeds, CudaStep, Indexes, OnDevice, ServedLayer, each_layer,
+    each_served,
 };
 use crate::method::wpq::choose::refined;
 use crate::method::wpq::codebook::{HeadCodebook, HeadCodebooks};
@@ -17,11 +18,11 @@ impl CudaMethod for HeadCodebooks {
         !needs.rows_on_host
     }
 
-    fn indexes<'d>(&self, at: OnDevice<'d>, limits: &[Limits]) -> Result<Indexes<'d>> {
+    fn indexes<'d>(&self, at: OnDevice<'d>, layers: &[ServedLayer]) -> Result<Indexes<'d>> {
         let mut shared = ByWindow::new();
-        each_layer(limits, |layer, limits| {
-            let heads = (0..at.shape.kv_heads).map(|head| &**self.of(layer, head));
-            empty(at, limits, &mut shared, &heads.collect::<Vec<_>>())
+        each_served(layers, |of| {
+            let heads = of.heads.iter().map(|head| &**self.of(of.layer, *head));
+            empty(at, &of.limits, &mut shared, &heads.collect::<Vec<_>>())
         })
     }
 }

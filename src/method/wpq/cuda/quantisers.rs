@@ -67,12 +67,13 @@ impl Sizes {
             && [1, 2, 4].contains(&self.width())
             && self.width() * 8 == self.groups * self.word_bits()
             && self.groups * self.dim <= 128;
-        match is_supported {
-            true => Ok(()),
-            false => Err(Error::unsupported(format!(
+        if is_supported {
+            Ok(())
+        } else {
+            Err(Error::unsupported(format!(
                 "CUDA: product quantisers that are not supported: {self:?}"
             ))
-            .hint("use ⟨device=cpu⟩")),
+            .hint("use ⟨device=cpu⟩"))
         }
     }
 }

@@ -82,10 +82,7 @@ impl<'d> WpqWorkspace<'d> {
         let (h, capacity) = (shape.query_heads(), shape.capacity);
         let most = limits.most(capacity);
         let entries = shape.heads() * shape.group.div_ceil(QUAD) * QUAD * sizes.entries();
-        let words = match sizes.is_rounded() {
-            true => entries / 2,
-            false => entries,
-        };
+        let words = if sizes.is_rounded() { entries / 2 } else { entries };
         let room = most.saturating_mul(REFINED).min(capacity);
         let refined = Refined::new(driver, shape, room, most)?;
         Ok(Self {

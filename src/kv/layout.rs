@@ -4,7 +4,8 @@ use crate::parameters::choices;
 use ndarray::{ArrayView2, Axis};
 use rayon::prelude::*;
 
-use super::FULL;
+/// Most positions that keep half precision.
+pub const FULL: usize = 64;
 
 choices! {
     /// How the center of a channel is computed; signs are taken relative to it.

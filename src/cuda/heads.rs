@@ -1,0 +1,127 @@
+//! Some of the KV heads of a layer, which an index and a cache of their own serve: their rows are gathered from those of all
+//! heads, and their attention output is put in its place.
+
+use super::work::Workspace;
+use crate::compute::cuda::buffer::Buffer;
+use crate::compute::cuda::driver::Driver;
+use crate::compute::cuda::kernels;
+use crate::error::Result;
+use crate::kv::cuda::{Rotated, Shape};
+
+/// Some of the KV heads of a layer.
+pub(super) struct HeadList<'d> {
+    /// Their indices in the layer, ascending.
+    pub kv_heads: Vec<usize>,
+    /// The same on the device.
+    list: Buffer<'d, u32>,
+}
+
+impl<'d> HeadList<'d> {
+    /// Copies the indices to the device.
+    ///
+    /// # Errors
+    /// Out of memory.
+    pub fn new(driver: &'d dyn Driver, kv_heads: Vec<usize>) -> Result<Self> {
+        let list: Vec<u32> = kv_heads.iter().map(|head| *head as u32).collect();
+        Ok(Self {
+            list: Buffer::of(driver, "KV heads", &list)?,
+            kv_heads,
+        })
+    }
+}
+
+/// The rows of some KV heads of a layer.
+pub(super) struct HeadRoom<'d> {
+    driver: &'d dyn Driver,
+    shape: Shape,
+    /// `[b,n r,m,d]` before and after rotation.
+    q_pre: Buffer<'d, f32>,
+    pub q_rope: Buffer<'d, f32>,
+    /// `[b,n,m,d]` before and after rotation.
+    k_pre: Buffer<'d, f32>,
+    pub k_rope: Buffer<'d, f32>,
+    /// `[b,n,m,d]`.
+    pub v: Buffer<'d, f32>,
+    /// The attention output, `[rows,n r d]`.
+    pub attended: Buffer<'d, f32>,
+}
+
+impl<'d> HeadRoom<'d> {
+    /// Allocates the buffers for `rows` rows of as many KV heads as the shape has.
+    ///
+    /// # Errors
+    /// Out of memory.
+    pub fn new(driver: &'d dyn Driver, shape: Shape, rows: usize) -> Result<Self> {
+        let kv = shape.kv_heads * shape.head_dim;
+        let buffer = |width: usize| Buffer::new(driver, "rows of some heads", rows * width);
+        Ok(Self {
+            driver,
+            shape,
+            q_pre: buffer(kv * shape.group)?,
+            q_rope: buffer(kv * shape.group)?,
+            k_pre: buffer(kv)?,
+            k_rope: buffer(kv)?,
+            v: buffer(kv)?,
+            attended: buffer(kv * shape.group)?,
+        })
+    }
+
+    /// Takes the heads' rows from those that were projected last, `m` per sequence.
+    pub fn gather(&self, work: &Workspace<'_>, heads: &HeadList<'_>, m: usize) -> Result<()> {
+        let Shape {
+            sequences,
+            group,
+            head_dim,
+            ..
+        } = self.shape;
+        let (n, values) = (heads.kv_heads.len(), m * head_dim);
+        let gather = |all: &Buffer<'_, f32>, some: &Buffer<'_, f32>, group: usize| {
+            kernels::GatherHeads {
+                all: all.ptr(),
+                list: heads.list.ptr(),
+                some: some.ptr(),
+                heads: work.sizes.n_kv_heads * group,
+                group,
+                values,
+            }
+            .launch(self.driver, [values.div_ceil(256), n * group, sequences])
+        };
+        gather(&work.q_pre, &self.q_pre, group)?;
+        gather(&work.q_rope, &self.q_rope, group)?;
+        gather(&work.k_pre, &self.k_pre, 1)?;
+        gather(&work.k_rope, &self.k_rope, 1)?;
+        gather(&work.v, &self.v, 1)
+    }
+
+    /// Puts the attention output of `rows` rows in its place among that of all heads.
+    pub fn scatter(&self, work: &Workspace<'_>, heads: &HeadList<'_>, rows: usize) -> Result<()> {
+        let (group, d) = (self.shape.group, self.shape.head_dim);
+        let own = heads.kv_heads.len() * group * d;
+        kernels::ScatterHeads {
+            some: self.attended.ptr(),
+            list: heads.list.ptr(),
+            all: work.attended.ptr(),
+            group,
+            d,
+            own,
+            width: work.sizes.attended(),
+        }
+        .launch(self.driver, [own.div_ceil(256), rows, 1])
+    }
+
+    /// Returns the queries that were gathered last.
+    pub fn queries(&self) -> Rotated<'_> {
+        Rotated {
+            pre: &self.q_pre,
+            rope: &self.q_rope,
+        }
+    }
+
+    /// Returns the keys that were gathered last.
+    pub fn keys(&self) -> Rotated<'_> {
+        Rotated {
+            pre: &self.k_pre,
+            rope: &self.k_rope,
+        }
+    }
+}

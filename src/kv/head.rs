@@ -1,0 +1,147 @@
+//! The key-value cache of one KV head on the CPU, in any formats.
+
+use std::ops::Range;
+
+use ndarray::ArrayView2;
+
+use super::format::KvType;
+use super::layout::Layout;
+use super::rows::{Part, Prompted, RowCache, Signs};
+use crate::compute::attention::CachedRows;
+
+/// Rotated keys and values of one KV head; row p belongs to position p.
+#[derive(Clone)]
+pub struct KvHead {
+    kind: KvType,
+    keys: Box<dyn RowCache>,
+    values: Box<dyn RowCache>,
+}
+
+impl KvHead {
+    /// Makes an empty cache with space for `capacity` positions; only the 2-bit format uses `layout`.
+    pub fn new(kind: KvType, d: usize, capacity: usize, layout: impl Into<Layout>) -> Self {
+        let layout = layout.into();
+        Self {
+            kind,
+            keys: kind.keys.cache(Part::Keys, d, capacity, layout),
+            values: kind.values.cache(Part::Values, d, capacity, layout),
+        }
+    }
+
+    /// Returns the formats of the rows.
+    pub fn kind(&self) -> KvType {
+        self.kind
+    }
+
+    /// Appends the rows of a prompt; the arguments are the fields of [`Prompted`].
+    pub fn prompt(
+        &mut self,
+        keys: ArrayView2<f32>,
+        values: ArrayView2<f32>,
+        query: &[f32],
+        visible: Range<usize>,
+    ) {
+        let prompted = Prompted {
+            keys: keys.reborrow(),
+            values: values.reborrow(),
+            query,
+            visible,
+        };
+        self.keys.prompt(Part::Keys, &prompted);
+        self.values.prompt(Part::Values, &prompted);
+    }
+
+    /// Appends keys and values, `[m,d]` each.
+    pub fn extend(&mut self, keys: ArrayView2<f32>, values: ArrayView2<f32>) {
+        self.keys.extend(keys);
+        self.values.extend(values);
+    }
+
+    /// Returns a cache that starts with the rows of this cache; they are shared if the formats
+    /// [keep rows](KvType::keeps_rows), else copied.
+    pub fn fork(&mut self) -> Self {
+        Self {
+            kind: self.kind,
+            keys: self.keys.fork(),
+            values: self.values.fork(),
+        }
+    }
+
+    /// Counts the positions.
+    pub fn len(&self) -> usize {
+        self.keys.len()
+    }
+
+    /// Says whether there is no position.
+    pub fn is_empty(&self) -> bool {
+        self.keys.is_empty()
+    }
+
+    /// Returns the rotated keys.
+    pub fn keys(&self) -> &dyn CachedRows {
+        self.keys.as_ref()
+    }
+
+    /// Returns the values.
+    pub fn values(&self) -> &dyn CachedRows {
+        self.values.as_ref()
+    }
+
+    /// Returns the signs of the keys, if their format has signs.
+    pub fn signs(&self) -> Option<Signs<'_>> {
+        self.keys.signs()
+    }
+
+    /// Returns the bytes held.
+    pub fn bytes(&self) -> usize {
+        self.keys.bytes() + self.values.bytes()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use ndarray::Array2;
+
+    use super::*;
+    use crate::compute::attention;
+    use crate::kv::packed::Center;
+
+    #[test]
+    fn a_fork_is_attended_as_a_store_of_its_own() {
+        for (kind, d) in [
+            (KvType::F32, 32),
+            (KvType::F16, 80),
+            (KvType::BF16, 64),
+            (KvType::BF16, 20),
+        ] {
+            let rows = |first: usize, n: usize, salt: f32| {
+                Array2::from_shape_fn((n, d), |(i, j)| (((first + i) * d + j) as f32 * salt).sin())
+            };
+            let mut whole = KvHead::new(kind, d, 0, Center::Median);
+            let mut parts = KvHead::new(kind, d, 0, Center::Median);
+            for (first, n) in [(0, 150), (150, 1), (151, 140)] {
+                let (keys, values) = (rows(first, n, 0.7), rows(first, n, 0.3));
+                whole.extend(keys.view(), values.view());
+                parts.extend(keys.view(), values.view());
+                if n < 140 {
+                    parts = parts.fork();
+                }
+            }
+            let q = rows(0, 6, 0.9);
+            let attend = |kv: &KvHead, positions: &[u32]| {
+                let mut out = Array2::zeros((6, d));
+                let (keys, values) = (kv.keys(), kv.values());
+                let (weights, lse) =
+                    attention::decode_with_weights(q.view(), keys, values, positions, out.view_mut());
+                (out, weights, lse)
+            };
+            let all: Vec<u32> = (0..291).collect();
+            let some: Vec<u32> = (100..291).step_by(3).collect();
+            for positions in [&all[..], &all[..150], &all[150..], &all[151..], &some] {
+                let expected = attend(&whole, positions);
+                assert_eq!(attend(&parts, positions), expected, "{kind:?} {d}");
+                assert!(expected.0.iter().any(|x| *x != 0.0));
+            }
+        }
+    }
+}
