@@ -22,6 +22,16 @@ pub fn saturating_f16(x: f32) -> f16 {
     f16::from_f32(x.clamp(f16::MIN.to_f32(), f16::MAX.to_f32()))
 }
 
+/// Rounds a number that is not negative up to f16; numbers beyond its range become the largest.
+pub fn f16_at_least(x: f32) -> f16 {
+    let near = saturating_f16(x);
+    if near.to_f32() < x && near < f16::MAX {
+        f16::from_bits(near.to_bits() + 1)
+    } else {
+        near
+    }
+}
+
 impl Float {
     /// Returns the bytes per element.
     pub fn bytes(self) -> usize {

@@ -160,7 +160,7 @@ fn the_memory_of_a_sequence_is_known_before_it_is_opened() {
     let mut wrong = Vec::new();
     for model in Model::all() {
         for method in METHODS {
-            for kv in [KvType::BF16, KvType::TWO_BIT] {
+            for kv in [KvType::BF16, KvType::TWO_BIT, KvType::INT8] {
                 let prepared = model.prepared(*method);
                 let mut engine = model.engine(prepared.as_ref(), options(Budget::Fraction(0.1), kv));
                 let [rows, index] = engine.bytes_for(N + 1).unwrap().map(|bytes| bytes as f64);
@@ -242,7 +242,7 @@ fn what_an_engine_cannot_do_is_refused_and_changes_nothing() {
 fn caches_grow_past_what_was_reserved() {
     for model in Model::all() {
         for method in METHODS {
-            let mixed = KvType::named("k=bf16,v=f16").unwrap();
+            let mixed = KvType::named("k=int8,v=f16").unwrap();
             for kv in [KvType::F32, KvType::F16, KvType::TWO_BIT, mixed] {
                 let run = |capacity: usize| {
                     let mut session = model.session(*method, Budget::Count(9), kv, capacity);
@@ -297,7 +297,7 @@ fn a_long_prompt_tells_its_progress_within_a_layer() {
 fn a_look_at_full_attention_changes_nothing() {
     for model in Model::all() {
         let (ids, all) = (&model.ids, Budget::Fraction(1.0));
-        let mixed = KvType::named("k=f16,v=bf16").unwrap();
+        let mixed = KvType::named("k=f16,v=int8").unwrap();
         for kv in [KvType::F32, KvType::BF16, mixed] {
             // With every position in the budget, a session's own steps are with full attention.
             let mut full = model.session(METHODS[0], all, kv, 80);

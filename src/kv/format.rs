@@ -5,7 +5,7 @@ use std::fmt;
 use serde::{Deserialize, Deserializer, Serialize, Serializer};
 
 use super::rows::{Format, Part};
-use super::{float, packed};
+use super::{float, int8, packed};
 use crate::float::Float;
 
 /// All formats, in the order of the help.
@@ -13,6 +13,7 @@ pub static FORMATS: &[RowFormat] = &[
     RowFormat::F32,
     RowFormat::F16,
     RowFormat::BF16,
+    RowFormat::INT8,
     RowFormat::TWO_BIT,
 ];
 
@@ -27,6 +28,8 @@ impl RowFormat {
     pub const F16: Self = Self(&float::F16);
     /// 16-bit floats (bfloat16).
     pub const BF16: Self = Self(&float::BF16);
+    /// 8 bits, with a scale per 64 channels.
+    pub const INT8: Self = Self(&int8::Int8s);
     /// Signs and 2-bit magnitudes of keys, 2-bit values.
     pub const TWO_BIT: Self = Self(&packed::TwoBits);
 
@@ -112,6 +115,8 @@ impl KvType {
     pub const F16: Self = Self::both(RowFormat::F16);
     /// 16-bit floats (bfloat16).
     pub const BF16: Self = Self::both(RowFormat::BF16);
+    /// 8 bits, with a scale per 64 channels.
+    pub const INT8: Self = Self::both(RowFormat::INT8);
     /// Signs, 2-bit magnitudes and 2-bit values, and up to 64 positions in f16 (Self-Indexing KVCache).
     pub const TWO_BIT: Self = Self::both(RowFormat::TWO_BIT);
 

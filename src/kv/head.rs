@@ -113,6 +113,7 @@ mod tests {
             (KvType::F16, 80),
             (KvType::BF16, 64),
             (KvType::BF16, 20),
+            (KvType::INT8, 64),
         ] {
             let rows = |first: usize, n: usize, salt: f32| {
                 Array2::from_shape_fn((n, d), |(i, j)| (((first + i) * d + j) as f32 * salt).sin())

@@ -212,6 +212,12 @@ impl<F: RowForm> RowStore<F> {
         });
     }
 
+    /// Returns the units of own rows.
+    #[cfg(test)]
+    pub(super) fn units(&self) -> &[F::Unit] {
+        &self.data
+    }
+
     /// Returns own rows in the form that the kernels take.
     fn chunked(&self) -> F::Chunked<'_> {
         F::chunked(&self.data, self.d)

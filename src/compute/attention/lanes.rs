@@ -48,6 +48,16 @@ pub trait Simd: Copy {
         self.load(&wide)
     }
 
+    /// Widens integers, exactly.
+    #[inline(always)]
+    fn widen_i8(self, from: &[i8; LANES]) -> Self::Vector {
+        let mut wide = [0.0; LANES];
+        for l in 0..LANES {
+            wide[l] = f32::from(from[l]);
+        }
+        self.load(&wide)
+    }
+
     fn mul(self, a: Self::Vector, b: Self::Vector) -> Self::Vector;
 
     fn add(self, a: Self::Vector, b: Self::Vector) -> Self::Vector;

@@ -111,6 +111,12 @@ impl Simd for Avx512 {
     }
 
     #[inline(always)]
+    fn widen_i8(self, from: &[i8; LANES]) -> __m512 {
+        // SAFETY: see the impl.
+        unsafe { _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128(from.as_ptr().cast()))) }
+    }
+
+    #[inline(always)]
     fn mul(self, a: __m512, b: __m512) -> __m512 {
         // SAFETY: see the impl.
         unsafe { _mm512_mul_ps(a, b) }
@@ -276,6 +282,18 @@ impl Simd for Avx2 {
             [
                 _mm256_cvtph_ps(_mm_loadu_si128(from.as_ptr().cast())),
                 _mm256_cvtph_ps(_mm_loadu_si128(from[8..].as_ptr().cast())),
+            ]
+        }
+    }
+
+    #[inline(always)]
+    fn widen_i8(self, from: &[i8; LANES]) -> [__m256; 2] {
+        // SAFETY: see the impl.
+        unsafe {
+            let codes = _mm_loadu_si128(from.as_ptr().cast());
+            [
+                _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(codes)),
+                _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_srli_si128::<8>(codes))),
             ]
         }
     }
