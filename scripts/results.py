@@ -14,6 +14,7 @@ stopped run continues. The tables:
     easy-4096         the same questions, fed with the prompt as papers do
     wpq-bits          wpq with codes of 32 and 64 bits, on development text
     wpq-center        wpq around the path of the mean and around the mean: the error of the codes
+    row-formats       what full attention loses with caches of each format
 
 Unless a table says otherwise, text of one work is measured with artifacts that are calibrated on the other work. `--final`
 measures the final texts instead, which no other command opens: once per version of Cargo.toml, and each use is noted in
@@ -53,6 +54,8 @@ SECTIONS = ("a2ats", "sign", "lfps", "wpq", "doublesparsity", "triattention")
 FORMS = {"buckets": ("codebook", "--positions buckets --size 1024"), "all directions": ("wpq", "--wpq-directions all"), "mean": ("wpq", "--wpq-center mean")}
 # The method of the section that a command fits.
 FITS_OF = {"codebook": "a2ats", "wpq": "wpq"}
+# Formats of keys and values, as flags of `eval`.
+FORMATS = ("bf16", "int8", "k=int8,v=int4", "k=int4,v=int8", "int4", "k=int4,v=int2", "int2", "2bit")
 FINAL_TEXTS = ("prose", "source", "dialogue")
 USES = "final-uses"
 # What a row keeps of the rows of `eval`.
@@ -280,6 +283,17 @@ class Results(Lab):
         keys = ("variance", "held_out_inertia")
         return {"text": "held-out keys", "rows": [{k: {key: v[key] for key in keys} if isinstance(v, dict) else v for k, v in row.items()} for row in rows]}
 
+    def row_formats(self):
+        """Measure what full attention loses with caches of each format; nothing is fitted."""
+        text = self.tokens("row-formats", self.blocks("handbook", 2048, BLOCKS))
+        rows, found = [], {}
+        for kv in FORMATS:
+            command = ["--tokens", text, "--max-tokens", 10**9, "--seq-len", 2048, "--methods", "full", "--decode", 32, *self.losses_only()]
+            document = self.eval(f"row-formats-{re.sub(r'[^a-z0-9]+', '-', kv)}", command, [text], kv)
+            found = found or conditions(document)
+            rows += [kept(row) | {"kv": document["kv"]} for row in document["rows"]]
+        return {"length": 2048, "works": ["handbook"] * BLOCKS, **found, "rows": rows}
+
     def final(self):
         """Measure the final texts: yield the name and the document of each table."""
         def blocks(name, size, count):
@@ -294,7 +308,7 @@ class Results(Lab):
 
 TABLES = {"text": Results.short, "long": Results.long, "same": Results.same, "claims": Results.claims,
           "questions-4096": lambda of: of.questions(4096), "questions-8192": lambda of: of.questions(8192), "easy-4096": lambda of: of.easy(4096),
-          "wpq-bits": Results.wpq_bits, "wpq-center": Results.wpq_center}
+          "wpq-bits": Results.wpq_bits, "wpq-center": Results.wpq_center, "row-formats": Results.row_formats}
 
 
 def of_artifact(rows, own, beside, same):

@@ -391,6 +391,23 @@ def bits_table(document):
     return grid(["bytes", "KL with 64 bits", "with 32 bits", "times as much", "by block, ascending"], rows)
 
 
+# Bits per number of a format of rows, scales included, for heads of 64 channels.
+BITS = {"f32": 32, "f16": 16, "bf16": 16, "int8": 8.25, "int4": 4.5, "int2": 2.5}
+
+
+def format_table(document):
+    """Return what full attention loses with caches of each format, the least bits last."""
+    rows = []
+    for row in document["rows"]:
+        pair = dict(half.split("=") for half in row["kv"].split(",")) if "=" in row["kv"] else {"k": row["kv"], "v": row["kv"]}
+        # Keys in 2 bits have signs as well.
+        bits = 3.5 if row["kv"] == "2bit" else (BITS[pair["k"]] + BITS[pair["v"]]) / 2
+        rows.append([f"`{row['kv']}`", f"{bits:.4g}", f"{row['kl']:.5f}" + spread(kl_interval(row), 5), f"{row['kl_p99']:.4f}", percent(row["top1_equal"])])
+    works = ", ".join(dict.fromkeys(document["works"]))
+    about = f"{document['blocks']} blocks of {document['length']:,} tokens ({works}), {document['steps']} steps.\n\n"
+    return about + filled(["`--kv`", "bits per number", "KL, nats (95%)", "99th percentile", "same top token"], rows)
+
+
 def center_table(document):
     """Return how much of the variance of keys the path of their mean makes up, and the error of the codes around it."""
     rows = document["rows"]

@@ -331,6 +331,12 @@ class Pages(unittest.TestCase):
         self.assertIn("| smollm2-135m | bf16 | 8,192 | `wpq` | 10.0% | 0.0027 | 20.0 (19.0 to 21.0) |", text)
         self.assertIn("| smollm2-135m | bf16 | 8,192 | llama.cpp, cache in f16 | 100% |  | 20.0 (19.0 to 21.0) |", text)
 
+    def test_formats_stand_beside_their_bits(self):
+        row = {"method": "full", "budget": 0.06, "kl": 0.01, "kl_by_block": [0.01] * 20, "kl_p99": 0.1, "top1_equal": 0.9}
+        document = {"length": 2048, "works": ["handbook"] * 20, "blocks": 20, "steps": 640, "rows": [row | {"kv": kv} for kv in ("int8", "k=int4,v=int2", "2bit")]}
+        bits = [[cell.strip() for cell in line.split("|")[1:3]] for line in tables.format_table(document).splitlines()[4:]]
+        self.assertEqual(bits, [["`int8`", "8.25"], ["`k=int4,v=int2`", "3.5"], ["`2bit`", "3.5"]])
+
     def test_aims_compare_the_rows_that_they_name(self):
         row = {"program": "kvsmith", "model": "smollm2-135m", "weights": "bf16", "context": 8192, "method": "full", "tokens_per_s": 60.0}
         rows = [row, row | {"method": "wpq", "share": 0.05, "tokens_per_s": 84.0}, row | {"method": "wpq", "share": 0.1, "tokens_per_s": 59.0},

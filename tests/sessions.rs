@@ -242,7 +242,7 @@ fn what_an_engine_cannot_do_is_refused_and_changes_nothing() {
 fn caches_grow_past_what_was_reserved() {
     for model in Model::all() {
         for method in METHODS {
-            let mixed = KvType::named("k=int8,v=f16").unwrap();
+            let mixed = KvType::named("k=int8,v=int4").unwrap();
             for kv in [KvType::F32, KvType::F16, KvType::TWO_BIT, mixed] {
                 let run = |capacity: usize| {
                     let mut session = model.session(*method, Budget::Count(9), kv, capacity);
@@ -297,7 +297,7 @@ fn a_long_prompt_tells_its_progress_within_a_layer() {
 fn a_look_at_full_attention_changes_nothing() {
     for model in Model::all() {
         let (ids, all) = (&model.ids, Budget::Fraction(1.0));
-        let mixed = KvType::named("k=f16,v=int8").unwrap();
+        let mixed = KvType::named("k=int4,v=int8").unwrap();
         for kv in [KvType::F32, KvType::BF16, mixed] {
             // With every position in the budget, a session's own steps are with full attention.
             let mut full = model.session(METHODS[0], all, kv, 80);

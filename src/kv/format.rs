@@ -5,7 +5,7 @@ use std::fmt;
 use serde::{Deserialize, Deserializer, Serialize, Serializer};
 
 use super::rows::{Format, Part};
-use super::{float, int8, packed};
+use super::{float, int8, low_bit, packed};
 use crate::float::Float;
 
 /// All formats, in the order of the help.
@@ -14,6 +14,8 @@ pub static FORMATS: &[RowFormat] = &[
     RowFormat::F16,
     RowFormat::BF16,
     RowFormat::INT8,
+    RowFormat::INT4,
+    RowFormat::INT2,
     RowFormat::TWO_BIT,
 ];
 
@@ -30,6 +32,10 @@ impl RowFormat {
     pub const BF16: Self = Self(&float::BF16);
     /// 8 bits, with a scale per 64 channels.
     pub const INT8: Self = Self(&int8::Int8s);
+    /// 4 bits after a Hadamard rotation.
+    pub const INT4: Self = Self(&low_bit::INT4);
+    /// 2 bits after a Hadamard rotation.
+    pub const INT2: Self = Self(&low_bit::INT2);
     /// Signs and 2-bit magnitudes of keys, 2-bit values.
     pub const TWO_BIT: Self = Self(&packed::TwoBits);
 

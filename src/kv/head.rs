@@ -104,6 +104,7 @@ mod tests {
 
     use super::*;
     use crate::compute::attention;
+    use crate::kv::format::RowFormat;
     use crate::kv::packed::Center;
 
     #[test]
@@ -114,6 +115,8 @@ mod tests {
             (KvType::BF16, 64),
             (KvType::BF16, 20),
             (KvType::INT8, 64),
+            (KvType::both(RowFormat::INT4), 80),
+            (KvType::both(RowFormat::INT2), 20),
         ] {
             let rows = |first: usize, n: usize, salt: f32| {
                 Array2::from_shape_fn((n, d), |(i, j)| (((first + i) * d + j) as f32 * salt).sin())

@@ -45,6 +45,28 @@ impl GroupQueries {
         self.packed.len() / self.chunks
     }
 
+    /// Returns the queries with `change` applied to the d channels of each.
+    pub fn mapped(&self, d: usize, change: impl Fn(&mut [f32])) -> Self {
+        let mut packed = self.packed.clone();
+        let mut row = vec![[0.0; LANES]; self.chunks];
+        for group in packed.chunks_mut(kernels::GROUP * self.chunks) {
+            let heads = group.len() / self.chunks;
+            for head in 0..heads {
+                for (chunk, to) in row.iter_mut().enumerate() {
+                    *to = group[chunk * heads + head];
+                }
+                change(&mut row.as_flattened_mut()[..d]);
+                for (chunk, from) in row.iter().enumerate() {
+                    group[chunk * heads + head] = *from;
+                }
+            }
+        }
+        Self {
+            chunks: self.chunks,
+            packed,
+        }
+    }
+
     /// Returns the queries with each channel multiplied by a factor, `[chunks, LANES]`.
     pub fn times(&self, factors: &[[f32; LANES]]) -> Self {
         let mut packed = self.packed.clone();

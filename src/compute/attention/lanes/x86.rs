@@ -117,6 +117,15 @@ impl Simd for Avx512 {
     }
 
     #[inline(always)]
+    fn widen_u4(self, from: &[u8; LANES / 2]) -> __m512 {
+        // SAFETY: see the impl.
+        unsafe {
+            let [low, high] = halves(from);
+            _mm512_cvtepi32_ps(_mm512_cvtepu8_epi32(_mm_unpacklo_epi64(low, high)))
+        }
+    }
+
+    #[inline(always)]
     fn mul(self, a: __m512, b: __m512) -> __m512 {
         // SAFETY: see the impl.
         unsafe { _mm512_mul_ps(a, b) }
@@ -182,6 +191,23 @@ unsafe fn levels([step, zero]: [f16; 2]) -> __m128 {
             _mm_shuffle_ps::<0b01_01_01_01>(pair, pair),
         );
         _mm_add_ps(_mm_mul_ps(_mm_setr_ps(0.0, 1.0, 2.0, 3.0), step), zero)
+    }
+}
+
+/// Returns the lower halves of eight bytes, and the upper halves, in the lowest eight bytes each.
+///
+/// # Safety
+/// The machine has SSE2.
+#[inline(always)]
+unsafe fn halves(from: &[u8; LANES / 2]) -> [__m128i; 2] {
+    // SAFETY: the caller has the instructions; the load reads eight bytes.
+    unsafe {
+        let bytes = _mm_loadl_epi64(from.as_ptr().cast());
+        let lower = _mm_set1_epi8(15);
+        [
+            _mm_and_si128(bytes, lower),
+            _mm_and_si128(_mm_srli_epi16::<4>(bytes), lower),
+        ]
     }
 }
 
@@ -296,6 +322,12 @@ impl Simd for Avx2 {
                 _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_srli_si128::<8>(codes))),
             ]
         }
+    }
+
+    #[inline(always)]
+    fn widen_u4(self, from: &[u8; LANES / 2]) -> [__m256; 2] {
+        // SAFETY: see the impl.
+        unsafe { halves(from).map(|half| _mm256_cvtepi32_ps(_mm256_cvtepu8_epi32(half))) }
     }
 
     #[inline(always)]

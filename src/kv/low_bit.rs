@@ -1,0 +1,451 @@
+//! Cached rows in 4 and 2 bits, rotated by a Hadamard matrix: a scale and an offset in f16 per 64 channels.
+//!
+//! Few channels of keys are much larger than the others, and would take all of the codes' range. A Hadamard matrix spreads them
+//! over all channels, and changes no product: `(q H) . (k H) = q . k`. Queries are rotated once per run of rows, and sums of
+//! values are rotated back once per run.
+
+use half::f16;
+use ndarray::{Array2, ArrayView1, ArrayView2};
+
+use super::layout::Layout;
+use super::rows::{Format, Part, RowCache, RowForm, RowStore};
+use crate::compute::attention::lanes::Simd;
+use crate::compute::attention::{CachedRows, ChunkedRows, GroupQueries, LANES, OutputSums, Run, widen_f16};
+use crate::float::{f16_at_least, saturating_f16};
+use crate::parameters::Word;
+use crate::prefetch::prefetch_row;
+
+/// Channels that share a scale and an offset.
+const GROUP: usize = 64;
+/// Chunks of [`LANES`] channels in a group.
+const CHUNKS: usize = GROUP / LANES;
+
+/// A format of rows in few bits.
+pub(super) struct LowBits {
+    bits: usize,
+    word: Word,
+}
+
+/// Rows in 4 bits.
+pub(super) static INT4: LowBits = LowBits {
+    bits: 4,
+    word: Word {
+        name: "int4",
+        help: "4 bits after a Hadamard rotation, and a scale and an offset in f16 per 64 channels",
+    },
+};
+
+/// Rows in 2 bits.
+pub(super) static INT2: LowBits = LowBits {
+    bits: 2,
+    word: Word {
+        name: "int2",
+        help: "2 bits after a Hadamard rotation, and a scale and an offset in f16 per 64 channels",
+    },
+};
+
+impl Format for LowBits {
+    fn word(&self) -> Word {
+        self.word
+    }
+
+    fn arrays(&self, _: Part, d: usize) -> [Option<usize>; 2] {
+        [Some(width(self.bits, d)), None]
+    }
+
+    fn cache(&self, _: Part, d: usize, capacity: usize, _: Layout) -> Box<dyn RowCache> {
+        if self.bits == 4 {
+            Box::new(Rotated(RowStore::<Codes<4>>::new(d, capacity)))
+        } else {
+            Box::new(Rotated(RowStore::<Codes<2>>::new(d, capacity)))
+        }
+    }
+}
+
+/// Returns the bytes of a row of d channels.
+fn width(bits: usize, d: usize) -> usize {
+    2 * bits * d.div_ceil(LANES) + 4 * d.div_ceil(GROUP)
+}
+
+/// Rotates a row by the Hadamard matrix of its length, whose inverse it is itself. A length that is no power of two is cut into
+/// powers of two, the largest first.
+pub(super) fn rotate(row: &mut [f32]) {
+    let mut rest = row;
+    while !rest.is_empty() {
+        let (block, others) = rest.split_at_mut(1 << rest.len().ilog2());
+        let mut half = 1;
+        while half < block.len() {
+            for pair in block.chunks_exact_mut(2 * half) {
+                let (low, high) = pair.split_at_mut(half);
+                for (a, b) in low.iter_mut().zip(high) {
+                    (*a, *b) = (*a + *b, *a - *b);
+                }
+            }
+            half *= 2;
+        }
+        let scale = 1.0 / (block.len() as f32).sqrt();
+        block.iter_mut().for_each(|x| *x *= scale);
+        rest = others;
+    }
+}
+
+/// A row of codes of `BITS` bits, then a little-endian scale and offset per [`GROUP`] channels; the last group may be shorter.
+/// Sixteen channels take 2 `BITS` bytes: in 4 bits, channel i is in the lower half of byte i for i < 8, else in the upper half
+/// of byte i - 8; in 2 bits, channel i is in the bits 2 i and 2 i + 1.
+///
+/// # Numerics
+/// The offset is the least value of the group, rounded to f16, and the scale s the least f16 with which the codes reach the
+/// largest value. A channel x is stored as `round((x - offset) / s)`, and read as the code times s, plus the offset, each rounded
+/// to f32.
+pub(super) struct Codes<const BITS: usize>;
+
+impl<const BITS: usize> Codes<BITS> {
+    /// The largest code.
+    const MOST: f32 = ((1 << BITS) - 1) as f32;
+
+    /// Returns the place of a channel's code: its byte, and the number of its lowest bit.
+    fn place(channel: usize) -> (usize, usize) {
+        let (chunk, i) = (channel / LANES, channel % LANES);
+        let within = if BITS == 4 {
+            (i % 8, 4 * (i / 8))
+        } else {
+            (i / 4, 2 * (i % 4))
+        };
+        (chunk * 2 * BITS + within.0, within.1)
+    }
+}
+
+impl<const BITS: usize> RowForm for Codes<BITS> {
+    type Unit = u8;
+    type Chunked<'a> = CodeRows<'a, BITS>;
+
+    fn width(d: usize) -> usize {
+        width(BITS, d)
+    }
+
+    fn is_chunked(d: usize) -> bool {
+        d.is_multiple_of(LANES)
+    }
+
+    fn store(row: ArrayView1<f32>, to: &mut [u8]) {
+        let d = row.len();
+        let (codes, scales) = to.split_at_mut(2 * BITS * d.div_ceil(LANES));
+        for (first, pair) in (0..d).step_by(GROUP).zip(scales.as_chunks_mut::<4>().0) {
+            let group = || row.iter().skip(first).take(GROUP);
+            let least = group().copied().fold(f32::INFINITY, f32::min);
+            let most = group().copied().fold(f32::NEG_INFINITY, f32::max);
+            let offset = saturating_f16(least);
+            let step = f16_at_least(((most - offset.to_f32()) / Self::MOST).max(0.0));
+            *pair = bytemuck::cast([step, offset]);
+            if step == f16::ZERO {
+                continue;
+            }
+            let (step, offset) = (step.to_f32(), offset.to_f32());
+            for (i, x) in group().enumerate() {
+                let code = ((x - offset) / step).round().clamp(0.0, Self::MOST) as u8;
+                let (byte, bit) = Self::place(first + i);
+                codes[byte] |= code << bit;
+            }
+        }
+    }
+
+    fn read<'o>(row: &'o [u8], scratch: &'o mut [f32]) -> &'o [f32] {
+        let (codes, scales) = row.split_at(2 * BITS * scratch.len().div_ceil(LANES));
+        for (first, (group, pair)) in (0..)
+            .step_by(GROUP)
+            .zip(scratch.chunks_mut(GROUP).zip(scales.as_chunks::<4>().0))
+        {
+            let [step, offset] = bytemuck::cast::<_, [f16; 2]>(*pair).map(f16::to_f32);
+            for (i, x) in group.iter_mut().enumerate() {
+                let (byte, bit) = Self::place(first + i);
+                let code = codes[byte] >> bit & Self::MOST as u8;
+                *x = f32::from(code) * step + offset;
+            }
+        }
+        scratch
+    }
+
+    fn chunked(units: &[u8], d: usize) -> CodeRows<'_, BITS> {
+        CodeRows { rows: units, d }
+    }
+}
+
+/// Rows of codes, for the kernels.
+#[derive(Clone, Copy)]
+pub(super) struct CodeRows<'a, const BITS: usize> {
+    rows: &'a [u8],
+    d: usize,
+}
+
+impl<'a, const BITS: usize> ChunkedRows for CodeRows<'a, BITS> {
+    const PAIRS: bool = false;
+    type Row = &'a [u8];
+
+    #[inline(always)]
+    fn chunks(self) -> usize {
+        self.d / LANES
+    }
+
+    #[inline(always)]
+    fn row(self, position: u32) -> &'a [u8] {
+        let width = width(BITS, self.d);
+        &self.rows[position as usize * width..][..width]
+    }
+
+    #[inline(always)]
+    fn prefetch(self, position: u32) {
+        prefetch_row(self.rows, position as usize, width(BITS, self.d));
+    }
+
+    #[inline(always)]
+    unsafe fn widen<S: Simd, const N: usize>(self, simd: S, row: &'a [u8], at: usize) -> [S::Vector; N] {
+        let mut wide = [simd.splat(0.0); N];
+        for (i, wide) in wide.iter_mut().enumerate() {
+            let chunk = at + i;
+            // SAFETY: the caller guarantees that the row has this chunk, and it has a pair for each group of chunks.
+            let pair = unsafe {
+                let pairs = row.as_ptr().add(2 * BITS * (self.d / LANES));
+                pairs.add(4 * (chunk / CHUNKS)).cast::<[u8; 4]>().read()
+            };
+            let pair: [f16; 2] = bytemuck::cast(pair);
+            // SAFETY: as above.
+            let codes = unsafe { row.as_ptr().add(2 * BITS * chunk) };
+            *wide = if BITS == 4 {
+                let [step, offset] = pair.map(|x| simd.splat(widen_f16(x)));
+                // SAFETY: a chunk has eight bytes.
+                let codes = simd.widen_u4(unsafe { &*codes.cast::<[u8; 8]>() });
+                simd.add(simd.mul(codes, step), offset)
+            } else {
+                // SAFETY: a chunk has four bytes.
+                let codes = u32::from_le_bytes(unsafe { codes.cast::<[u8; 4]>().read() });
+                simd.two_bits(codes, simd.levels(pair))
+            };
+        }
+        wide
+    }
+}
+
+/// Rows that are rotated when they are stored, and rotated back when they are read.
+struct Rotated<F: RowForm>(RowStore<F>);
+
+impl<F: RowForm> RowCache for Rotated<F> {
+    fn extend(&mut self, rows: ArrayView2<f32>) {
+        let mut rotated: Array2<f32> = rows.as_standard_layout().into_owned();
+        for mut row in rotated.rows_mut() {
+            rotate(row.as_slice_mut().expect("a row in standard layout"));
+        }
+        self.0.extend(rotated.view());
+    }
+
+    fn fork(&mut self) -> Box<dyn RowCache> {
+        Box::new(Self(self.0.forked()))
+    }
+
+    fn copy(&self) -> Box<dyn RowCache> {
+        Box::new(Self(self.0.clone()))
+    }
+
+    fn len(&self) -> usize {
+        self.0.len()
+    }
+
+    fn bytes(&self) -> usize {
+        self.0.bytes()
+    }
+}
+
+impl<F: RowForm> CachedRows for Rotated<F> {
+    fn dim(&self) -> usize {
+        self.0.dim()
+    }
+
+    fn row<'a>(&'a self, position: usize, scratch: &'a mut [f32]) -> &'a [f32] {
+        let row = self.0.row(position, scratch).to_vec();
+        scratch.copy_from_slice(&row);
+        rotate(scratch);
+        scratch
+    }
+
+    fn prefetch(&self, positions: &[u32]) {
+        self.0.prefetch(positions);
+    }
+
+    fn scores(&self, queries: &GroupQueries, run: &Run, out: &mut [f32], stride: usize) {
+        let rotated = queries.mapped(self.dim(), rotate);
+        self.0.scores(&rotated, run, out, stride);
+    }
+
+    fn add(&self, weights: &[f32], stride: usize, run: &Run, sums: &mut OutputSums) {
+        let d = self.dim();
+        let mut own = vec![[0.0; LANES]; sums.values.len()];
+        let mut rotated = OutputSums {
+            r: sums.r,
+            values: &mut own,
+        };
+        self.0.add(weights, stride, run, &mut rotated);
+        let chunks = own.len() / sums.r;
+        for (of_head, to) in own.chunks_mut(chunks).zip(sums.values.chunks_mut(chunks)) {
+            rotate(&mut of_head.as_flattened_mut()[..d]);
+            let to = to.as_flattened_mut().iter_mut();
+            to.zip(of_head.as_flattened()).for_each(|(to, x)| *to += x);
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::compute::attention::kernels::{add_of, scores_of};
+    use crate::compute::attention::lanes::Plain;
+    #[cfg(target_arch = "x86_64")]
+    use crate::compute::attention::lanes::{Avx2, Avx512};
+    use crate::compute::attention::{self};
+    use crate::testing::values;
+
+    #[test]
+    fn a_rotation_keeps_products_and_is_its_own_inverse() {
+        for d in [1, 2, 16, 64, 80, 96, 100, 128] {
+            let (a, b) = (values(d, 1), values(d, 2));
+            let (mut x, mut y) = (a.clone(), b.clone());
+            rotate(&mut x);
+            rotate(&mut y);
+            let product = |a: &[f32], b: &[f32]| -> f64 {
+                a.iter().zip(b).map(|(a, b)| f64::from(*a) * f64::from(*b)).sum()
+            };
+            assert!((product(&a, &b) - product(&x, &y)).abs() < 1e-4 * d as f64, "{d}");
+            rotate(&mut x);
+            assert!(a.iter().zip(&x).all(|(a, x)| (a - x).abs() < 1e-5), "{d}");
+        }
+        let mut row = [1.0, 0.0, 0.0, 0.0];
+        rotate(&mut row);
+        assert_eq!(row, [0.5; 4]);
+    }
+
+    fn read_back<const BITS: usize>(row: &[f32]) -> (Vec<u8>, Vec<f32>) {
+        let mut units = vec![0; width(BITS, row.len())];
+        Codes::<BITS>::store(ArrayView1::from(row), &mut units);
+        let mut out = vec![0.0; row.len()];
+        Codes::<BITS>::read(&units, &mut out);
+        (units, out)
+    }
+
+    #[test]
+    fn small_rows_have_these_bytes() {
+        let row: Vec<f32> = (0..16).map(|i| i as f32 - 3.0).collect();
+        let (units, out) = read_back::<4>(&row);
+        assert_eq!(units[..8], [0x80, 0x91, 0xa2, 0xb3, 0xc4, 0xd5, 0xe6, 0xf7]);
+        assert_eq!(units[8..], [0x00, 0x3c, 0x00, 0xc2]);
+        assert_eq!(out, row);
+        let row: Vec<f32> = (0..16).map(|i| (i % 4) as f32).collect();
+        let (units, out) = read_back::<2>(&row);
+        assert_eq!(units[..], [0xe4, 0xe4, 0xe4, 0xe4, 0x00, 0x3c, 0x00, 0x00]);
+        assert_eq!(out, row);
+        assert_eq!([width(4, 64), width(2, 64), width(4, 128)], [36, 20, 72]);
+    }
+
+    #[test]
+    fn an_error_is_at_most_half_a_step_and_extremes_stay_finite() {
+        for d in [1, 20, 64, 65, 128] {
+            let row: Vec<f32> = values(d, 3).iter().map(|x| 10.0 * x - 4.0).collect();
+            let check = |out: &[f32], most: f32| {
+                for (group, read) in row.chunks(GROUP).zip(out.chunks(GROUP)) {
+                    let [low, high] = [f32::min, f32::max].map(|of| group.iter().copied().fold(group[0], of));
+                    // The offset has 11 bits, and the scale is rounded up.
+                    let step = (high - low + 0.01) / most * 1.001 + 1e-6;
+                    let off = group.iter().zip(read).map(|(x, y)| (x - y).abs());
+                    assert!(off.fold(0.0, f32::max) <= 0.5 * step + 0.005, "{d}");
+                }
+            };
+            check(&read_back::<4>(&row).1, 15.0);
+            check(&read_back::<2>(&row).1, 3.0);
+        }
+        for extreme in [1e30, -1e30, f32::MAX, 1e-30] {
+            for out in [
+                read_back::<4>(&[extreme, 0.0]).1,
+                read_back::<2>(&[extreme, 0.0]).1,
+            ] {
+                assert!(out.iter().all(|x| x.is_finite()), "{extreme}");
+            }
+        }
+        assert_eq!(read_back::<4>(&[2.5; 70]).1, [2.5; 70]);
+    }
+
+    fn on_every_instruction_set<const BITS: usize>(d: usize, r: usize, n: usize) {
+        let rows = Array2::from_shape_vec((n, d), values(n * d, 5)).unwrap();
+        let mut store = RowStore::<Codes<BITS>>::new(d, n);
+        store.extend(rows.view());
+        let queries = Array2::from_shape_vec((r, d), values(r * d, 6)).unwrap();
+        let queries = GroupQueries::new(queries.view(), 0.125);
+        let weights = values(r * n, 7);
+        let positions: Vec<u32> = (0..n as u32).collect();
+        let codes = Codes::<BITS>::chunked(store.units(), d);
+        macro_rules! on {
+            ($simd:expr, [$($rows:literal),+], [$($chunks:literal),+]) => {{
+                let run = Run::new(&positions, n);
+                let mut scores = vec![0.0; r * n];
+                scores_of::<_, _, $($rows),+>($simd, &queries, codes, &run, &mut scores, n);
+                let mut values = vec![[0.5; LANES]; r * d / LANES];
+                let mut sums = OutputSums { r, values: &mut values };
+                add_of::<_, _, $($chunks),+>($simd, &weights, n, codes, &run, &mut sums);
+                (scores, values)
+            }};
+        }
+        let expected = on!(Plain::<false>, [1, 1, 1], [1, 1]);
+        assert_eq!(on!(Plain::<true>, [2, 1, 1], [2, 4]), expected, "{BITS} {d} {r}");
+        #[cfg(target_arch = "x86_64")]
+        {
+            if is_x86_feature_detected!("avx2") && is_x86_feature_detected!("f16c") {
+                // SAFETY: AVX2 and F16C were detected, and every machine with both has FMA.
+                let avx2 = unsafe { Avx2::new() };
+                assert_eq!(on!(avx2, [4, 2, 1], [2, 1]), expected, "{BITS} {d} {r}");
+            }
+            if is_x86_feature_detected!("avx512dq") {
+                // SAFETY: AVX-512 DQ was detected, and machines with it have BW and VL.
+                let avx512 = unsafe { Avx512::new() };
+                assert_eq!(on!(avx512, [8, 4, 4], [4, 4]), expected, "{BITS} {d} {r}");
+            }
+        }
+    }
+
+    #[test]
+    fn every_instruction_set_reads_the_same_rows() {
+        for (d, r, n) in [(16, 1, 40), (64, 3, 70), (80, 4, 33), (128, 5, 65)] {
+            on_every_instruction_set::<4>(d, r, n);
+            on_every_instruction_set::<2>(d, r, n);
+        }
+    }
+
+    /// Attention over the cache is attention over the rows that it gives back.
+    #[test]
+    fn rows_are_attended_as_they_are_read() {
+        for (format, d) in [(&INT4, 64), (&INT2, 128), (&INT4, 80), (&INT4, 20)] {
+            let (n, r) = (90, 3);
+            let rows = |salt| Array2::from_shape_vec((n, d), values(n * d, salt)).unwrap();
+            let cache = |rows: &Array2<f32>, part| {
+                let mut cache = format.cache(part, d, 0, super::super::layout::Center::Median.into());
+                cache.extend(rows.view());
+                cache
+            };
+            let (keys, values_) = (cache(&rows(1), Part::Keys), cache(&rows(2), Part::Values));
+            let held = |cache: &dyn RowCache| {
+                let mut scratch = vec![0.0; d];
+                let all = (0..n).flat_map(|p| cache.row(p, &mut scratch).to_vec());
+                let all = Array2::from_shape_vec((n, d), all.collect()).unwrap();
+                let mut store = RowStore::<f32>::new(d, n);
+                store.extend(all.view());
+                store
+            };
+            let q = Array2::from_shape_vec((r, d), values(r * d, 3)).unwrap();
+            let positions: Vec<u32> = (0..n as u32).step_by(2).collect();
+            let attend = |keys: &dyn CachedRows, values: &dyn CachedRows| {
+                let mut out = Array2::zeros((r, d));
+                attention::decode(q.view(), keys, values, &positions, out.view_mut());
+                out
+            };
+            let found = attend(&*keys, &*values_);
+            let expected = attend(&held(&*keys), &held(&*values_));
+            let off = (&found - &expected).mapv(f32::abs);
+            assert!(off.iter().all(|x| *x < 1e-4), "{d}: {off}");
+        }
+    }
+}
