@@ -128,13 +128,14 @@ pub fn run_planned(driver: &Path) {
     let dir = scratch(driver);
     let at = dir.path().display();
     let head = |method: &str, budget: f64| object!({ "method": method, "budget": budget, "keys": "f32", "values": "f32" });
-    let mut bypassing = head("lfps", 0.2);
+    let mut bypassing = head("lfps", 0.1);
     bypassing["params"] = object!({ "lfps_theta": 0.85 });
     let layers = [
         [head("wpq", 0.1), bypassing.clone()],
         [bypassing.clone(), head("selfindex", 0.15)],
         [head("a2ats", 0.2), bypassing.clone()],
-        [bypassing, head("ctkvr", 0.1)],
+        // The head that is surest of its sinks.
+        [head("ctkvr", 0.1), bypassing],
     ];
     let layers: Vec<Value> = layers.iter().map(|heads| object!({ "heads": heads })).collect();
     let plan = object!({ "head_plan": { "sinks": 4, "window": 16, "layers": layers } });
