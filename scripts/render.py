@@ -21,7 +21,7 @@ from tables import percent
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS, ALL_RESULTS, PICTURES = ROOT / "docs/results.md", ROOT / "docs/dev/results.md", ROOT / "docs/pictures"
 JSON_PAGE, SCHEMA = ROOT / "docs/reference/json.md", ROOT / "docs/reference/json.schema.json"
-PAGES = [ROOT / name for name in ("README.md", "docs/performance.md", "docs/eval.md", "docs/tutorial.md", "docs/dev/replication.md", "docs/dev/wpq-notes.md", "docs/dev/decode.md")]
+PAGES = [ROOT / name for name in ("README.md", "docs/performance.md", "docs/eval.md", "docs/tutorial.md", "docs/dev/replication.md", "docs/dev/wpq-notes.md", "docs/dev/decode.md", "docs/dev/caches.md")]
 MARKED = re.compile(r"(<!-- results: ([\w-]+) -->\n).*?(<!-- end of results -->)", re.DOTALL)
 
 HEADER = """# What the methods lose
