@@ -294,12 +294,9 @@ impl<F: RowForm> CachedRows for Rotated<F> {
 
 #[cfg(test)]
 mod tests {
+    use super::super::layout::Center;
+    use super::super::rows::checks;
     use super::*;
-    use crate::compute::attention::kernels::{add_of, scores_of};
-    use crate::compute::attention::lanes::Plain;
-    #[cfg(target_arch = "x86_64")]
-    use crate::compute::attention::lanes::{Avx2, Avx512};
-    use crate::compute::attention::{self};
     use crate::testing::values;
 
     #[test]
@@ -350,10 +347,17 @@ mod tests {
             let check = |out: &[f32], most: f32| {
                 for (group, read) in row.chunks(GROUP).zip(out.chunks(GROUP)) {
                     let [low, high] = [f32::min, f32::max].map(|of| group.iter().copied().fold(group[0], of));
-                    // The offset has 11 bits, and the scale is rounded up.
-                    let step = (high - low + 0.01) / most * 1.001 + 1e-6;
+                    // The offset is rounded to 11 bits; channels below it are read as the offset. The scale is rounded up to 11 bits,
+                    // or to a multiple of 2^-24.
+                    let offset = low.abs() * 2f32.powi(-11);
+                    let step = (high - low + offset) / most * (1.0 + 2f32.powi(-10)) + 2f32.powi(-24);
+                    // What f32 rounds when it takes the offset away and adds it again.
+                    let rounding = 2.0 * low.abs().max(high.abs()) * f32::EPSILON;
                     let off = group.iter().zip(read).map(|(x, y)| (x - y).abs());
-                    assert!(off.fold(0.0, f32::max) <= 0.5 * step + 0.005, "{d}");
+                    assert!(
+                        off.fold(0.0, f32::max) <= f32::max(0.5 * step, offset) + rounding,
+                        "{d}"
+                    );
                 }
             };
             check(&read_back::<4>(&row).1, 15.0);
@@ -370,82 +374,20 @@ mod tests {
         assert_eq!(read_back::<4>(&[2.5; 70]).1, [2.5; 70]);
     }
 
-    fn on_every_instruction_set<const BITS: usize>(d: usize, r: usize, n: usize) {
-        let rows = Array2::from_shape_vec((n, d), values(n * d, 5)).unwrap();
-        let mut store = RowStore::<Codes<BITS>>::new(d, n);
-        store.extend(rows.view());
-        let queries = Array2::from_shape_vec((r, d), values(r * d, 6)).unwrap();
-        let queries = GroupQueries::new(queries.view(), 0.125);
-        let weights = values(r * n, 7);
-        let positions: Vec<u32> = (0..n as u32).collect();
-        let codes = Codes::<BITS>::chunked(store.units(), d);
-        macro_rules! on {
-            ($simd:expr, [$($rows:literal),+], [$($chunks:literal),+]) => {{
-                let run = Run::new(&positions, n);
-                let mut scores = vec![0.0; r * n];
-                scores_of::<_, _, $($rows),+>($simd, &queries, codes, &run, &mut scores, n);
-                let mut values = vec![[0.5; LANES]; r * d / LANES];
-                let mut sums = OutputSums { r, values: &mut values };
-                add_of::<_, _, $($chunks),+>($simd, &weights, n, codes, &run, &mut sums);
-                (scores, values)
-            }};
-        }
-        let expected = on!(Plain::<false>, [1, 1, 1], [1, 1]);
-        assert_eq!(on!(Plain::<true>, [2, 1, 1], [2, 4]), expected, "{BITS} {d} {r}");
-        #[cfg(target_arch = "x86_64")]
-        {
-            if is_x86_feature_detected!("avx2") && is_x86_feature_detected!("f16c") {
-                // SAFETY: AVX2 and F16C were detected, and every machine with both has FMA.
-                let avx2 = unsafe { Avx2::new() };
-                assert_eq!(on!(avx2, [4, 2, 1], [2, 1]), expected, "{BITS} {d} {r}");
-            }
-            if is_x86_feature_detected!("avx512dq") {
-                // SAFETY: AVX-512 DQ was detected, and machines with it have BW and VL.
-                let avx512 = unsafe { Avx512::new() };
-                assert_eq!(on!(avx512, [8, 4, 4], [4, 4]), expected, "{BITS} {d} {r}");
-            }
-        }
-    }
-
     #[test]
     fn every_instruction_set_reads_the_same_rows() {
-        for (d, r, n) in [(16, 1, 40), (64, 3, 70), (80, 4, 33), (128, 5, 65)] {
-            on_every_instruction_set::<4>(d, r, n);
-            on_every_instruction_set::<2>(d, r, n);
-        }
+        checks::every_instruction_set_reads_the_same_rows::<Codes<4>>();
+        checks::every_instruction_set_reads_the_same_rows::<Codes<2>>();
     }
 
-    /// Attention over the cache is attention over the rows that it gives back.
     #[test]
     fn rows_are_attended_as_they_are_read() {
         for (format, d) in [(&INT4, 64), (&INT2, 128), (&INT4, 80), (&INT4, 20)] {
-            let (n, r) = (90, 3);
-            let rows = |salt| Array2::from_shape_vec((n, d), values(n * d, salt)).unwrap();
-            let cache = |rows: &Array2<f32>, part| {
-                let mut cache = format.cache(part, d, 0, super::super::layout::Center::Median.into());
-                cache.extend(rows.view());
-                cache
-            };
-            let (keys, values_) = (cache(&rows(1), Part::Keys), cache(&rows(2), Part::Values));
-            let held = |cache: &dyn RowCache| {
-                let mut scratch = vec![0.0; d];
-                let all = (0..n).flat_map(|p| cache.row(p, &mut scratch).to_vec());
-                let all = Array2::from_shape_vec((n, d), all.collect()).unwrap();
-                let mut store = RowStore::<f32>::new(d, n);
-                store.extend(all.view());
-                store
-            };
-            let q = Array2::from_shape_vec((r, d), values(r * d, 3)).unwrap();
-            let positions: Vec<u32> = (0..n as u32).step_by(2).collect();
-            let attend = |keys: &dyn CachedRows, values: &dyn CachedRows| {
-                let mut out = Array2::zeros((r, d));
-                attention::decode(q.view(), keys, values, &positions, out.view_mut());
-                out
-            };
-            let found = attend(&*keys, &*values_);
-            let expected = attend(&held(&*keys), &held(&*values_));
-            let off = (&found - &expected).mapv(f32::abs);
-            assert!(off.iter().all(|x| *x < 1e-4), "{d}: {off}");
+            let error =
+                checks::error_of_attention(d, |d| format.cache(Part::Keys, d, 0, Center::Median.into()));
+            // Scores and sums are rounded in each of the log2(d) steps of a rotation, and twice more; all are below 1.
+            let bound = (d.ilog2() + 2) as f32 * f32::EPSILON;
+            assert!(error <= bound, "{d}: {error}");
         }
     }
 }

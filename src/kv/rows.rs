@@ -12,6 +12,9 @@ use crate::compute::attention::{self, CachedRows, ChunkedRows, GroupQueries, Out
 use crate::float::Float;
 use crate::parameters::Word;
 
+#[cfg(test)]
+pub mod checks;
+
 /// What the rows of a cache are.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Part {
