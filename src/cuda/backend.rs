@@ -267,11 +267,7 @@ impl<'a> CudaBackend<'a> {
                 layers[served.layer].push(LayerPart {
                     space: spaces.len(),
                     number,
-                    heads: if is_part {
-                        Some(HeadList::new(driver, served.heads)?)
-                    } else {
-                        None
-                    },
+                    heads: is_part.then(|| HeadList::new(driver, served.heads)).transpose()?,
                     cache,
                     index,
                     counts: Counts::NONE,
@@ -281,11 +277,9 @@ impl<'a> CudaBackend<'a> {
             spaces.push(Space {
                 at,
                 attention: Attention::new(driver, shape)?,
-                room: if is_part {
-                    Some(HeadRoom::new(driver, shape, sequences)?)
-                } else {
-                    None
-                },
+                room: is_part
+                    .then(|| HeadRoom::new(driver, shape, sequences))
+                    .transpose()?,
             });
             windows.push(own);
         }
@@ -461,14 +455,12 @@ impl<'a> CudaBackend<'a> {
         let (work, space) = (&self.model.space.work, &self.spaces[part.space]);
         let (cache, index, positions) = (&part.cache, &part.index, self.positions(layer, part));
         let gathered = space.room.as_ref().zip(part.heads.as_ref());
-        let (queries, keys, values, out) = match gathered {
-            None => (work.queries(), work.keys(), &work.v, &work.attended),
-            Some((room, heads)) => {
-                room.gather(work, heads, 1)?;
-                (room.queries(), room.keys(), &room.v, &room.attended)
-            }
-        };
-        cache.append(keys.rope, values, 1, positions)?;
+        if let Some((room, heads)) = gathered {
+            room.gather(work, heads, 1)?;
+        }
+        let rows = gathered.map_or(&work.heads, |(room, _)| &room.rows);
+        let (queries, keys) = (rows.queries(), rows.keys());
+        cache.append(&rows.k_rope, &rows.v, 1, positions)?;
         index.append(keys, positions)?;
         let at_step = CudaStep {
             number: step,
@@ -479,7 +471,7 @@ impl<'a> CudaBackend<'a> {
         let chosen = index.select(&at_step)?;
         cache.attend(&space.attention, queries.rope, positions, chosen)?;
         index.observe(&at_step, &space.attention)?;
-        space.attention.output_rows(out)?;
+        space.attention.output_rows(&rows.attended)?;
         let sums = self.tallies.part(part.number * TALLIES, TALLIES);
         // The output and its tally need not wait for one another.
         self.model

@@ -95,10 +95,10 @@ impl<'a> CudaForward<'a> {
                 apart: 1,
             };
             pass.work.project(weights, &hidden, n, n, &pass.rotation, at)?;
-            fetch(&pass.work.q_rope, &mut rows.q_rope, start, n)?;
-            fetch(&pass.work.k_pre, &mut rows.k_pre, start, n)?;
-            fetch(&pass.work.k_rope, &mut rows.k_rope, start, n)?;
-            fetch(&pass.work.v, &mut rows.v, start, n)?;
+            fetch(&pass.work.heads.q_rope, &mut rows.q_rope, start, n)?;
+            fetch(&pass.work.heads.k_pre, &mut rows.k_pre, start, n)?;
+            fetch(&pass.work.heads.k_rope, &mut rows.k_rope, start, n)?;
+            fetch(&pass.work.heads.v, &mut rows.v, start, n)?;
         }
         Ok(rows)
     }
@@ -116,9 +116,10 @@ impl<'a> CudaForward<'a> {
         pass.context.clear()?;
         for start in (0..total).step_by(ROWS) {
             let n = ROWS.min(total - start);
-            put(&context.keys, &pass.work.k_rope, start, n)?;
-            put(&context.values, &pass.work.v, start, n)?;
-            pass.context.append(&pass.work.k_rope, &pass.work.v, n)?;
+            put(&context.keys, &pass.work.heads.k_rope, start, n)?;
+            put(&context.values, &pass.work.heads.v, start, n)?;
+            pass.context
+                .append(&pass.work.heads.k_rope, &pass.work.heads.v, n)?;
         }
         for (start, n) in pass.chunks() {
             let (start, n) = match (start + n).checked_sub(skipped) {
@@ -127,11 +128,11 @@ impl<'a> CudaForward<'a> {
                 Some(_) => (start, n),
             };
             env::check()?;
-            put(&context.q_rope, &pass.work.q_rope, start, n)?;
-            let (first, out) = (pass.first + start, &pass.work.attended);
+            put(&context.q_rope, &pass.work.heads.q_rope, start, n)?;
+            let (first, out) = (pass.first + start, &pass.work.heads.attended);
             pass.context
                 .rows
-                .attend_prompt(&pass.work.q_rope, first, n, weights.window, out)?;
+                .attend_prompt(&pass.work.heads.q_rope, first, n, weights.window, out)?;
             let hidden = pass.hidden.part(start * s.hidden, n * s.hidden);
             pass.work.finish(weights, &hidden, n)?;
         }
@@ -222,15 +223,15 @@ impl Forward for CudaForward<'_> {
                 Ok(out)
             };
             let rows = Rows {
-                q_pre: read(&work.q_pre, s.n_heads)?,
-                q_rope: read(&work.q_rope, s.n_heads)?,
-                k_pre: read(&work.k_pre, s.n_kv_heads)?,
-                k_rope: read(&work.k_rope, s.n_kv_heads)?,
-                v: read(&work.v, s.n_kv_heads)?,
+                q_pre: read(&work.heads.q_pre, s.n_heads)?,
+                q_rope: read(&work.heads.q_rope, s.n_heads)?,
+                k_pre: read(&work.heads.k_pre, s.n_kv_heads)?,
+                k_rope: read(&work.heads.k_rope, s.n_kv_heads)?,
+                v: read(&work.heads.v, s.n_kv_heads)?,
             };
             let mut attended = Array3::<f32>::zeros((n, s.n_heads, s.head_dim));
             attend(index, &rows, attended.view_mut())?;
-            work.attended.write(elements(&attended))?;
+            work.heads.attended.write(elements(&attended))?;
             work.finish(weights, hidden, n)?;
             space.finite.look(hidden, n * s.hidden, index)?;
         }

@@ -1,12 +1,12 @@
 //! Some of the KV heads of a layer, which an index and a cache of their own serve: their rows are gathered from those of all
 //! heads, and their attention output is put in its place.
 
-use super::work::Workspace;
+use super::work::{HeadRows, Workspace};
 use crate::compute::cuda::buffer::Buffer;
 use crate::compute::cuda::driver::Driver;
 use crate::compute::cuda::kernels;
 use crate::error::Result;
-use crate::kv::cuda::{Rotated, Shape};
+use crate::kv::cuda::Shape;
 
 /// Some of the KV heads of a layer.
 pub(super) struct HeadList<'d> {
@@ -34,16 +34,7 @@ impl<'d> HeadList<'d> {
 pub(super) struct HeadRoom<'d> {
     driver: &'d dyn Driver,
     shape: Shape,
-    /// `[b,n r,m,d]` before and after rotation.
-    q_pre: Buffer<'d, f32>,
-    pub q_rope: Buffer<'d, f32>,
-    /// `[b,n,m,d]` before and after rotation.
-    k_pre: Buffer<'d, f32>,
-    pub k_rope: Buffer<'d, f32>,
-    /// `[b,n,m,d]`.
-    pub v: Buffer<'d, f32>,
-    /// The attention output, `[rows,n r d]`.
-    pub attended: Buffer<'d, f32>,
+    pub rows: HeadRows<'d>,
 }
 
 impl<'d> HeadRoom<'d> {
@@ -53,16 +44,10 @@ impl<'d> HeadRoom<'d> {
     /// Out of memory.
     pub fn new(driver: &'d dyn Driver, shape: Shape, rows: usize) -> Result<Self> {
         let kv = shape.kv_heads * shape.head_dim;
-        let buffer = |width: usize| Buffer::new(driver, "rows of some heads", rows * width);
         Ok(Self {
             driver,
             shape,
-            q_pre: buffer(kv * shape.group)?,
-            q_rope: buffer(kv * shape.group)?,
-            k_pre: buffer(kv)?,
-            k_rope: buffer(kv)?,
-            v: buffer(kv)?,
-            attended: buffer(kv * shape.group)?,
+            rows: HeadRows::new(driver, "rows of some heads", rows, [kv * shape.group, kv])?,
         })
     }
 
@@ -75,6 +60,7 @@ impl<'d> HeadRoom<'d> {
             ..
         } = self.shape;
         let (n, values) = (heads.kv_heads.len(), m * head_dim);
+        let (all, some) = (&work.heads, &self.rows);
         let gather = |all: &Buffer<'_, f32>, some: &Buffer<'_, f32>, group: usize| {
             kernels::GatherHeads {
                 all: all.ptr(),
@@ -86,11 +72,11 @@ impl<'d> HeadRoom<'d> {
             }
             .launch(self.driver, [values.div_ceil(256), n * group, sequences])
         };
-        gather(&work.q_pre, &self.q_pre, group)?;
-        gather(&work.q_rope, &self.q_rope, group)?;
-        gather(&work.k_pre, &self.k_pre, 1)?;
-        gather(&work.k_rope, &self.k_rope, 1)?;
-        gather(&work.v, &self.v, 1)
+        gather(&all.q_pre, &some.q_pre, group)?;
+        gather(&all.q_rope, &some.q_rope, group)?;
+        gather(&all.k_pre, &some.k_pre, 1)?;
+        gather(&all.k_rope, &some.k_rope, 1)?;
+        gather(&all.v, &some.v, 1)
     }
 
     /// Puts the attention output of `rows` rows in its place among that of all heads.
@@ -98,30 +84,14 @@ impl<'d> HeadRoom<'d> {
         let (group, d) = (self.shape.group, self.shape.head_dim);
         let own = heads.kv_heads.len() * group * d;
         kernels::ScatterHeads {
-            some: self.attended.ptr(),
+            some: self.rows.attended.ptr(),
             list: heads.list.ptr(),
-            all: work.attended.ptr(),
+            all: work.heads.attended.ptr(),
             group,
             d,
             own,
             width: work.sizes.attended(),
         }
         .launch(self.driver, [own.div_ceil(256), rows, 1])
-    }
-
-    /// Returns the queries that were gathered last.
-    pub fn queries(&self) -> Rotated<'_> {
-        Rotated {
-            pre: &self.q_pre,
-            rope: &self.q_rope,
-        }
-    }
-
-    /// Returns the keys that were gathered last.
-    pub fn keys(&self) -> Rotated<'_> {
-        Rotated {
-            pre: &self.k_pre,
-            rope: &self.k_rope,
-        }
     }
 }

@@ -205,23 +205,23 @@ impl HostLayer<'_> {
         set: &StaticSet,
         step: usize,
     ) -> Result<Arrived> {
-        self.index.append(work.keys(), positions)?;
+        self.index.append(work.heads.keys(), positions)?;
         let selection = self.index.select(&CudaStep {
             number: step,
-            queries: work.queries(),
+            queries: work.heads.queries(),
             cache: None,
             positions,
         })?;
         if let Some(rows) = &self.static_rows {
-            rows.append(&work.k_rope, &work.v, 1, &static_set.writing)?;
+            rows.append(&work.heads.k_rope, &work.heads.v, 1, &static_set.writing)?;
         }
         let (g, kv, q) = (self.heads.len(), work.sizes.kv(), work.sizes.attended());
         let (mut keys, mut values, mut queries) = (vec![0.0; kv], vec![0.0; kv], vec![0.0; q]);
         let mut lists = selection.map(Selection::arriving);
         let mut parts = vec![
-            work.k_rope.to(&mut keys),
-            work.v.to(&mut values),
-            work.q_rope.to(&mut queries),
+            work.heads.k_rope.to(&mut keys),
+            work.heads.v.to(&mut values),
+            work.heads.q_rope.to(&mut queries),
         ];
         if let (Some(selection), Some(lists)) = (selection, &mut lists) {
             parts.extend(selection.parts(lists));
@@ -232,7 +232,7 @@ impl HostLayer<'_> {
                 let StaticAttention {
                     attention, reading, ..
                 } = static_set;
-                attention.attend(&work.q_rope, rows, reading, None)
+                attention.attend(&work.heads.q_rope, rows, reading, None)
             }
             None => Ok(()),
         })?;
@@ -264,12 +264,12 @@ impl HostLayer<'_> {
             static_set.others.send(&others)?;
             static_set
                 .attention
-                .join_rows(&static_set.others, &work.attended)?;
+                .join_rows(&static_set.others, &work.heads.attended)?;
         } else {
             let lists: Vec<Vec<u32>> = chosen.iter().map(|chosen| set.merge(chosen)).collect();
             let rows = attend_on_cpu(&self.heads, &arrived.queries, &lists, d)?;
             let outputs: Vec<f32> = rows.chunks(d + 1).flat_map(|row| &row[..d]).copied().collect();
-            work.attended.send(&outputs)?;
+            work.heads.attended.send(&outputs)?;
         }
         Ok(chosen)
     }
@@ -319,7 +319,10 @@ fn put_cached(pass: &mut PromptPass<'_>, heads: &[KvHead]) -> Result<()> {
 fn store(heads: &mut [KvHead], work: &Workspace<'_>, n: usize) -> Result<()> {
     let values = heads.len() * n * work.sizes.head_dim;
     let mut arrived = (vec![0.0; values], vec![0.0; values]);
-    let mut parts = [work.k_rope.to(&mut arrived.0), work.v.to(&mut arrived.1)];
+    let mut parts = [
+        work.heads.k_rope.to(&mut arrived.0),
+        work.heads.v.to(&mut arrived.1),
+    ];
     work.driver.fetch(&mut parts, &mut || Ok(()))?;
     extend(heads, &arrived.0, &arrived.1, n)
 }

@@ -89,16 +89,20 @@ impl CudaLayer<'_> {
             rows.write(elements(&part))?;
             let at = RowPositions::At { first, apart: 1 };
             work.project(&self.weights, &rows, n, n, &rotation, at)?;
-            fetch(&work.q_pre, &mut states.q_pre, first, n)?;
-            fetch(&work.k_pre, &mut states.k_pre, first, n)?;
-            fetch(&work.v, &mut states.v, first, n)?;
+            fetch(&work.heads.q_pre, &mut states.q_pre, first, n)?;
+            fetch(&work.heads.k_pre, &mut states.k_pre, first, n)?;
+            fetch(&work.heads.v, &mut states.v, first, n)?;
             let (Hidden::Changed(hidden), Some(context)) = (&mut hidden, &mut context) else {
                 continue;
             };
-            context.append(&work.k_rope, &work.v, n)?;
-            context
-                .rows
-                .attend_prompt(&work.q_rope, first, n, self.weights.window, &work.attended)?;
+            context.append(&work.heads.k_rope, &work.heads.v, n)?;
+            context.rows.attend_prompt(
+                &work.heads.q_rope,
+                first,
+                n,
+                self.weights.window,
+                &work.heads.attended,
+            )?;
             work.finish(&self.weights, &rows, n)?;
             let values = rows.read_part(0, n * s.hidden)?;
             let mut part = hidden.slice_mut(s![first..first + n, ..]);
@@ -149,7 +153,7 @@ impl BlockLayer for CudaLayer<'_> {
         let attended = attended.axis_chunks_iter(Axis(0), chunk);
         for (mut part, attended) in hidden.axis_chunks_iter_mut(Axis(0), chunk).zip(attended) {
             rows.write(elements(&part))?;
-            work.attended.write(elements(&attended))?;
+            work.heads.attended.write(elements(&attended))?;
             work.finish(&self.weights, &rows, part.nrows())?;
             let values = rows.read_part(0, part.len())?;
             elements_mut(&mut part).copy_from_slice(&values);

@@ -111,17 +111,14 @@ impl<'d> PromptPass<'d> {
             }
             let wants_prompts = needs.packed || needs.indexes.iter().any(|index| index.wants_prompts());
             Ok(PromptSpace {
-                prompts: if wants_prompts {
-                    Some(Prompts::new(driver, needs.shape)?)
-                } else {
-                    None
-                },
+                prompts: wants_prompts
+                    .then(|| Prompts::new(driver, needs.shape))
+                    .transpose()?,
                 context: needs.context,
-                room: if needs.is_part {
-                    Some(HeadRoom::new(driver, needs.shape, room.rows)?)
-                } else {
-                    None
-                },
+                room: needs
+                    .is_part
+                    .then(|| HeadRoom::new(driver, needs.shape, room.rows))
+                    .transpose()?,
             })
         };
         let spaces = spaces.into_iter().map(space).collect::<Result<_>>()?;
@@ -151,7 +148,11 @@ impl<'d> PromptPass<'d> {
     /// Returns the rotated queries of the last chunk.
     fn queries<'s>(&'s self, space: &'s PromptSpace<'d>) -> Queries<'s> {
         Queries {
-            rows: space.room.as_ref().map_or(&self.work.q_rope, |room| &room.q_rope),
+            rows: &space
+                .room
+                .as_ref()
+                .map_or(&self.work.heads, |room| &room.rows)
+                .q_rope,
             m: (self.m - 1) % ROWS + 1,
         }
     }
@@ -178,7 +179,7 @@ impl<'d> PromptPass<'d> {
         let context = self.spaces.first_mut().and_then(|space| space.context.as_mut());
         context
             .ok_or_else(no_rows)?
-            .append(&self.work.k_rope, &self.work.v, n)
+            .append(&self.work.heads.k_rope, &self.work.heads.v, n)
     }
 
     /// Runs all rows through a layer and appends their keys and values to its contexts or caches. `own` has the positions of
@@ -221,15 +222,11 @@ impl<'d> PromptPass<'d> {
                 if let Some((room, heads)) = gathered {
                     room.gather(work, heads, n)?;
                 }
-                let room = gathered.map(|(room, _)| room);
-                let (queries, keys) = room.map_or_else(
-                    || (work.queries(), work.keys()),
-                    |room| (room.queries(), room.keys()),
-                );
-                let (values, out) = room.map_or((&work.v, &work.attended), |room| (&room.v, &room.attended));
+                let heads = gathered.map_or(&work.heads, |(room, _)| &room.rows);
+                let (queries, keys) = (heads.queries(), heads.keys());
                 match (&mut space.context, part.cache) {
-                    (Some(context), _) => context.append(keys.rope, values, n)?,
-                    (None, Some(cache)) => cache.append(keys.rope, values, n, positions)?,
+                    (Some(context), _) => context.append(&heads.k_rope, &heads.v, n)?,
+                    (None, Some(cache)) => cache.append(&heads.k_rope, &heads.v, n, positions)?,
                     (None, None) => return Err(no_rows()),
                 }
                 let rows = space.attended(part)?;
@@ -241,7 +238,7 @@ impl<'d> PromptPass<'d> {
                     positions,
                 })?;
                 if is_wanted {
-                    rows.attend_prompt(queries.rope, at, n, weights.window, out)?;
+                    rows.attend_prompt(&heads.q_rope, at, n, weights.window, &heads.attended)?;
                     if let Some((room, heads)) = space.room.as_ref().zip(part.heads) {
                         room.scatter(work, heads, n)?;
                     }

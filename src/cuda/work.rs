@@ -73,6 +73,56 @@ impl<'d> Rotation<'d> {
     }
 }
 
+/// The queries, keys and values of n KV heads with r query heads each, and their attention output: for b sequences of m rows.
+pub struct HeadRows<'d> {
+    /// The queries before rotation, `[b,n r,m,d]`.
+    pub q_pre: Buffer<'d, f32>,
+    /// The queries after rotation, `[b,n r,m,d]`.
+    pub q_rope: Buffer<'d, f32>,
+    /// The keys before rotation, `[b,n,m,d]`.
+    pub k_pre: Buffer<'d, f32>,
+    /// The keys after rotation, `[b,n,m,d]`.
+    pub k_rope: Buffer<'d, f32>,
+    /// The values, `[b,n,m,d]`.
+    pub v: Buffer<'d, f32>,
+    /// The attention output, `[b m, n r d]`.
+    pub attended: Buffer<'d, f32>,
+}
+
+impl<'d> HeadRows<'d> {
+    /// Allocates the buffers for `rows` rows, b m, of n r d values of queries and n d values of keys each.
+    ///
+    /// # Errors
+    /// Out of memory.
+    pub fn new(driver: &'d dyn Driver, what: &'static str, rows: usize, widths: [usize; 2]) -> Result<Self> {
+        let [queries, keys] = widths.map(|width| move || Buffer::new(driver, what, rows * width));
+        Ok(Self {
+            q_pre: queries()?,
+            q_rope: queries()?,
+            k_pre: keys()?,
+            k_rope: keys()?,
+            v: keys()?,
+            attended: queries()?,
+        })
+    }
+
+    /// Returns the queries.
+    pub fn queries(&self) -> Rotated<'_> {
+        Rotated {
+            pre: &self.q_pre,
+            rope: &self.q_rope,
+        }
+    }
+
+    /// Returns the keys.
+    pub fn keys(&self) -> Rotated<'_> {
+        Rotated {
+            pre: &self.k_pre,
+            rope: &self.k_rope,
+        }
+    }
+}
+
 /// The buffers for processing up to `rows` rows, which all layers use one after the other.
 pub struct Workspace<'d> {
     pub(crate) driver: &'d dyn Driver,
@@ -83,18 +133,8 @@ pub struct Workspace<'d> {
     pub(crate) normed: Buffer<'d, f32>,
     /// The joined queries, keys and values, `[rows, (h + 2 g) d]`.
     pub(crate) qkv: Buffer<'d, f32>,
-    /// The queries before rotation, `[b,h,m,d]`.
-    pub q_pre: Buffer<'d, f32>,
-    /// The queries after rotation, `[b,h,m,d]`.
-    pub q_rope: Buffer<'d, f32>,
-    /// The keys before rotation, `[b,g,m,d]`.
-    pub k_pre: Buffer<'d, f32>,
-    /// The keys after rotation, `[b,g,m,d]`.
-    pub k_rope: Buffer<'d, f32>,
-    /// The values, `[b,g,m,d]`.
-    pub v: Buffer<'d, f32>,
-    /// The attention output, `[rows, h d]`.
-    pub attended: Buffer<'d, f32>,
+    /// The queries, keys and values of all heads, and their attention output.
+    pub heads: HeadRows<'d>,
     /// The joined gate and up projections, `[rows, 2 intermediate]`.
     pub(crate) gate_up: Buffer<'d, f32>,
     /// The input of the down projection, `[rows, intermediate]`.
@@ -116,32 +156,11 @@ impl<'d> Workspace<'d> {
             rows,
             normed: buffer(sizes.hidden)?,
             qkv: buffer(sizes.qkv())?,
-            q_pre: buffer(sizes.attended())?,
-            q_rope: buffer(sizes.attended())?,
-            k_pre: buffer(kv)?,
-            k_rope: buffer(kv)?,
-            v: buffer(kv)?,
-            attended: buffer(sizes.attended())?,
+            heads: HeadRows::new(driver, "activations", rows, [sizes.attended(), kv])?,
             gate_up: buffer(2 * ffn)?,
             activated: buffer(ffn)?,
             products: Products::new(driver, precision == Precision::F32, rows * sizes.widest())?,
         })
-    }
-
-    /// Returns the queries that were projected last.
-    pub fn queries(&self) -> Rotated<'_> {
-        Rotated {
-            pre: &self.q_pre,
-            rope: &self.q_rope,
-        }
-    }
-
-    /// Returns the keys that were projected last.
-    pub fn keys(&self) -> Rotated<'_> {
-        Rotated {
-            pre: &self.k_pre,
-            rope: &self.k_rope,
-        }
     }
 
     /// Computes queries, keys and values of `rows` rows of hidden states, `[b m, hidden]`, where each sequence has m
@@ -171,11 +190,11 @@ impl<'d> Workspace<'d> {
             cosines: rotation.cosines.ptr(),
             sines: rotation.sines.ptr(),
             lens,
-            q_pre: self.q_pre.ptr(),
-            q_rope: self.q_rope.ptr(),
-            k_pre: self.k_pre.ptr(),
-            k_rope: self.k_rope.ptr(),
-            v: self.v.ptr(),
+            q_pre: self.heads.q_pre.ptr(),
+            q_rope: self.heads.q_rope.ptr(),
+            k_pre: self.heads.k_pre.ptr(),
+            k_rope: self.heads.k_rope.ptr(),
+            v: self.heads.v.ptr(),
             rows,
             m,
             h,
@@ -190,7 +209,7 @@ impl<'d> Workspace<'d> {
 
     /// Adds the projected attention output (from `attended`) and then the MLP's output to `rows` rows of hidden states.
     pub fn finish(&self, weights: &LayerWeights<'_>, hidden: &Buffer<'_, f32>, rows: usize) -> Result<()> {
-        self.multiply(&weights.o, &self.attended, rows, hidden, true)?;
+        self.multiply(&weights.o, &self.heads.attended, rows, hidden, true)?;
         self.norm(hidden, &weights.mlp_norm, &self.normed, rows)?;
         self.multiply(&weights.gate_up, &self.normed, rows, &self.gate_up, false)?;
         let ffn = self.sizes.intermediate;
