@@ -1,43 +1,16 @@
 //! Head plans: KV heads of one layer with methods, budgets and row formats of their own.
 
 use crate::common::*;
-use kvsmith::internal::artifact::Artifact;
 use kvsmith::internal::kv::{Budget, KvType};
 use kvsmith::internal::method::Method;
 use kvsmith::internal::method::declaration::Ask;
 use kvsmith::internal::method::params::MethodParams;
 use kvsmith::internal::method::plan::Plan;
 use kvsmith::internal::method::registry::MethodName;
-use kvsmith::internal::method::sections::SECTIONS;
-use kvsmith::internal::model::Decoder;
 use kvsmith::internal::runner::{DecodeOptions, Session};
 use serde_json::{Value, json};
 
-/// A checkpoint with an artifact of all sections.
-struct Model {
-    decoder: Decoder,
-    artifact: Artifact,
-    ids: Vec<u32>,
-    _scratch: Scratch,
-}
-
-impl Model {
-    fn of(dir: &str, ids: Vec<u32>) -> Self {
-        let scratch = Scratch::new();
-        let tokens = scratch.tokens("tokens.json", &documents(&[80, 60], 1));
-        let little = "--size 8 --iterations 1 --peers --no-verdict";
-        let out = scratch.make(
-            "art",
-            &format!("calibrate --model {dir} --tokens {tokens} {little}"),
-        );
-        Self {
-            decoder: Decoder::open(dir.as_ref()).unwrap(),
-            artifact: Artifact::open(out.as_ref(), SECTIONS).unwrap(),
-            ids,
-            _scratch: scratch,
-        }
-    }
-
+impl Calibrated {
     /// What each KV head of each layer chose in each step: lines of the trace.
     fn trace(&self, method: &dyn Method, options: DecodeOptions) -> Vec<Value> {
         let mut trace = Vec::new();
@@ -71,7 +44,7 @@ fn options(budget: Budget, kv: KvType) -> DecodeOptions {
 }
 
 /// The inputs of the first layer depend on the fed tokens only, so that its KV heads choose as if each were served alone.
-fn check_choices(model: &Model) {
+fn check_choices(model: &Calibrated) {
     let served = [
         ("wpq", 9, "bf16"),
         ("lfps", 20, "f32"),
@@ -105,19 +78,8 @@ fn check_choices(model: &Model) {
         let method = model.planned(Plan::read(plan).unwrap());
         // Budgets and formats of the session are not those of the plan.
         let found = model.trace(method.as_ref(), options(Budget::Count(1), KvType::F32));
-        let mut compared = 0;
-        for line in found.iter().filter(|line| line["layer"] == 0) {
-            let kv_head = line["kv_head"].as_u64().unwrap() as usize;
-            let same = |other: &&Value| {
-                ["step", "layer", "kv_head"]
-                    .iter()
-                    .all(|key| other[key] == line[key])
-            };
-            let expected = alone[of(kv_head)].iter().find(same).unwrap();
-            assert_eq!(line, expected, "{}", served[of(kv_head)].0);
-            compared += expected["positions"].as_array().unwrap().len();
-        }
-        assert!(compared > 0);
+        let compared = same_in_first_layer(&found, |kv_head| &alone[of(kv_head)]);
+        assert_eq!(compared, 20 * sizes.n_kv_heads);
     }
 }
 
@@ -129,17 +91,14 @@ fn heads_of_a_layer_choose_as_their_methods_alone() {
         ("qwen3_norm", golden("qwen3_norm")),
     ] {
         assert!(dir.exists(), "{name}");
-        check_choices(&Model::of(
-            &dir.display().to_string(),
-            documents(&[120], 2).remove(0),
-        ));
+        check_choices(&Calibrated::of(&dir, 120));
     }
 }
 
 /// A plan that serves all heads alike is the method itself; its bytes are those of the formats.
 #[test]
 fn a_plan_of_equal_heads_is_their_method() {
-    let model = Model::of(&checkpoint("llama_default"), documents(&[120], 2).remove(0));
+    let model = Calibrated::of(&golden("llama_default"), 120);
     let sizes = model.decoder.config.sizes();
     let head =
         json!({"repeat": sizes.n_kv_heads, "method": "wpq", "budget": 9, "keys": "f16", "values": "f16"});

@@ -1,7 +1,6 @@
 //! Sessions: caches that grow, and prompts that continue one.
 
-use crate::common::{Scratch, all_golden, documents, prepared, relative_error};
-use kvsmith::internal::artifact::Artifact;
+use crate::common::{Calibrated, all_golden, documents, prepared, relative_error};
 use kvsmith::internal::env::Env;
 use kvsmith::internal::error::ErrorKind;
 use kvsmith::internal::kv::KvType;
@@ -9,36 +8,16 @@ use kvsmith::internal::kv::budget::Budget;
 use kvsmith::internal::kv::packed::Center;
 use kvsmith::internal::method::Method;
 use kvsmith::internal::method::registry::{METHODS, MethodName};
-use kvsmith::internal::method::sections::SECTIONS;
 use kvsmith::internal::model::Decoder;
 use kvsmith::internal::model::forward::CpuForward;
 use kvsmith::internal::runner::eval::{Done, Evaluation, Variant};
 use kvsmith::internal::runner::{DecodeOptions, Engine, SequenceId, Session};
 use ndarray::Array1;
 
-struct Model {
-    decoder: Decoder,
-    artifact: Artifact,
-    ids: Vec<u32>,
-    _scratch: Scratch,
-}
-
-impl Model {
-    /// Every golden checkpoint, with an artifact of all sections and 150 ids.
+impl Calibrated {
+    /// Every golden checkpoint, with 150 ids.
     fn all() -> impl Iterator<Item = Self> {
-        all_golden().map(|dir| {
-            let scratch = Scratch::new();
-            let tokens = scratch.tokens("tokens.json", &documents(&[80, 60], 1));
-            let little = "--size 8 --iterations 1 --peers --no-verdict";
-            let calibrate = format!("calibrate --model {} --tokens {tokens} {little}", dir.display());
-            let out = scratch.make("art", &calibrate);
-            Self {
-                decoder: Decoder::open(&dir).unwrap(),
-                artifact: Artifact::open(out.as_ref(), SECTIONS).unwrap(),
-                ids: documents(&[150], 2).remove(0),
-                _scratch: scratch,
-            }
-        })
+        all_golden().map(|dir| Self::of(&dir, 150))
     }
 
     fn session(&self, method: MethodName, budget: Budget, kv: KvType, capacity: usize) -> Session<'_> {
@@ -77,7 +56,7 @@ fn alone(mut session: Session, ids: &[u32], steps: usize) -> Vec<Array1<f32>> {
 /// Sequences of different lengths, of which one is opened later and one is closed earlier, give what each gives alone.
 #[test]
 fn sequences_that_are_stepped_together_do_not_touch_each_other() {
-    for model in Model::all() {
+    for model in Calibrated::all() {
         for name in ["full", "topk", "wpq", "lfps", "selfindex"] {
             let method = MethodName::named(name).unwrap();
             let (budget, kv) = (Budget::Count(9), KvType::BF16);
@@ -129,7 +108,7 @@ fn sequences_that_are_stepped_together_do_not_touch_each_other() {
 /// Also of more tokens than the model takes together.
 #[test]
 fn many_sequences_give_what_each_gives_alone() {
-    for model in Model::all() {
+    for model in Calibrated::all() {
         let method = MethodName::named("full").unwrap();
         let (budget, kv) = (Budget::Fraction(1.0), KvType::F32);
         let prepared = model.prepared(method);
@@ -158,7 +137,7 @@ fn many_sequences_give_what_each_gives_alone() {
 fn the_memory_of_a_sequence_is_known_before_it_is_opened() {
     const N: usize = 140;
     let mut wrong = Vec::new();
-    for model in Model::all() {
+    for model in Calibrated::all() {
         for method in METHODS {
             for kv in [KvType::BF16, KvType::TWO_BIT, KvType::INT8] {
                 let prepared = model.prepared(*method);
@@ -192,7 +171,7 @@ fn the_memory_of_a_sequence_is_known_before_it_is_opened() {
 
 #[test]
 fn what_an_engine_cannot_do_is_refused_and_changes_nothing() {
-    let model = Model::all().next().unwrap();
+    let model = Calibrated::all().next().unwrap();
     let prepared = model.prepared(MethodName::named("topk").unwrap());
     let options = options(Budget::Count(9), KvType::BF16);
     let mut engine = model.engine(prepared.as_ref(), options);
@@ -240,7 +219,7 @@ fn what_an_engine_cannot_do_is_refused_and_changes_nothing() {
 
 #[test]
 fn caches_grow_past_what_was_reserved() {
-    for model in Model::all() {
+    for model in Calibrated::all() {
         for method in METHODS {
             let mixed = KvType::named("k=int8,v=int4").unwrap();
             for kv in [KvType::F32, KvType::F16, KvType::TWO_BIT, mixed] {
@@ -295,7 +274,7 @@ fn a_long_prompt_tells_its_progress_within_a_layer() {
 /// logits after it, and not what is held or counted.
 #[test]
 fn a_look_at_full_attention_changes_nothing() {
-    for model in Model::all() {
+    for model in Calibrated::all() {
         let (ids, all) = (&model.ids, Budget::Fraction(1.0));
         let mixed = KvType::named("k=int4,v=int8").unwrap();
         for kv in [KvType::F32, KvType::BF16, mixed] {
@@ -338,7 +317,7 @@ fn a_look_at_full_attention_changes_nothing() {
 /// The work of an evaluation adds up to what it says beforehand, prompts of later turns included.
 #[test]
 fn an_evaluation_tells_its_progress() {
-    for model in Model::all() {
+    for model in Calibrated::all() {
         let options = DecodeOptions {
             sinks: 2,
             window: 4,
@@ -380,7 +359,7 @@ fn an_evaluation_tells_its_progress() {
 
 #[test]
 fn a_later_prompt_continues_the_cache() {
-    for model in Model::all() {
+    for model in Calibrated::all() {
         for method in METHODS {
             // One prompt, or two with some steps between; then steps. All attention is exact.
             let whole = Budget::Fraction(1.0);
@@ -421,7 +400,7 @@ const CHOOSE_LATER: [&str; 12] = [
 
 #[test]
 fn a_later_prompt_can_be_chosen_from() {
-    for model in Model::all() {
+    for model in Calibrated::all() {
         let sliding = model.decoder.config.windows().iter().any(Option::is_some);
         for method in METHODS {
             let mut trace = Vec::new();

@@ -5,10 +5,15 @@ use kvsmith::internal::method::Method;
 use kvsmith::internal::method::declaration::Ask;
 use kvsmith::internal::method::params::MethodParams;
 use kvsmith::internal::method::registry::{METHODS, MethodName};
+use kvsmith::internal::method::sections::SECTIONS;
 use kvsmith::internal::model::Decoder;
 use kvsmith::internal::model::layer::rotated;
 use kvsmith::internal::model::rope::{Rope, RopeConfig, RopeScaling};
 use ndarray::Array3;
+use serde_json::Value;
+use std::path::Path;
+
+use super::{Scratch, documents};
 
 /// Lists every method.
 pub fn methods() -> impl Iterator<Item = MethodName> {
@@ -31,6 +36,49 @@ pub fn prepared(name: MethodName, artifact: Option<&Artifact>, decoder: &Decoder
         seed: 0,
     };
     name.prepare(&ask).unwrap()
+}
+
+/// A checkpoint with an artifact of all sections, and token ids.
+pub struct Calibrated {
+    pub decoder: Decoder,
+    pub artifact: Artifact,
+    pub ids: Vec<u32>,
+    _scratch: Scratch,
+}
+
+impl Calibrated {
+    /// Calibrates a checkpoint with few tokens, and draws `n` ids.
+    pub fn of(dir: &Path, n: usize) -> Self {
+        let scratch = Scratch::new();
+        let tokens = scratch.tokens("tokens.json", &documents(&[80, 60], 1));
+        let little = "--size 8 --iterations 1 --peers --no-verdict";
+        let calibrate = format!("calibrate --model {} --tokens {tokens} {little}", dir.display());
+        let out = scratch.make("art", &calibrate);
+        Self {
+            decoder: Decoder::open(dir).unwrap(),
+            artifact: Artifact::open(out.as_ref(), SECTIONS).unwrap(),
+            ids: documents(&[n], 2).remove(0),
+            _scratch: scratch,
+        }
+    }
+}
+
+/// Checks that the KV heads of the first layer, whose inputs depend on the fed tokens only, chose what the methods that serve
+/// them choose alone: lines of traces. Returns the number of these lines.
+pub fn same_in_first_layer<'a>(found: &[Value], alone: impl Fn(usize) -> &'a [Value]) -> usize {
+    let own: Vec<&Value> = found.iter().filter(|line| line["layer"] == 0).collect();
+    let has_positions = |line: &&Value| line["positions"].as_array().is_some_and(|of| !of.is_empty());
+    assert!(own.iter().any(has_positions));
+    for line in &own {
+        let same = |other: &&Value| {
+            ["step", "layer", "kv_head"]
+                .iter()
+                .all(|key| other[key] == line[key])
+        };
+        let kv_head = line["kv_head"].as_u64().unwrap() as usize;
+        assert_eq!(Some(*line), alone(kv_head).iter().find(same));
+    }
+    own.len()
 }
 
 /// Returns the names of all methods, as a flag lists them.

@@ -51,6 +51,26 @@ fn scratch(driver: &Path) -> tempfile::TempDir {
     dir
 }
 
+/// What is counted on the device is what is counted on the CPU.
+#[track_caller]
+fn same_counts(cuda: &Value, cpu: &Value, of: &str) {
+    for key in ["kv_read_fraction", "exact_dot_fraction", "bypass_fraction"] {
+        let (a, b) = (number(cuda, key), number(cpu, key));
+        assert!((a - b).abs() < 1e-9, "{of} {key}: {a} {b}");
+    }
+    for key in [
+        "choices",
+        "rows_read",
+        "keys_ranked",
+        "kv_bytes_read",
+        "bypasses",
+        "bypassed_heads",
+        "layers",
+    ] {
+        assert_eq!(cuda[key], cpu[key], "{of} {key}");
+    }
+}
+
 /// Every method: the same tokens and the same positions, and what is counted of them.
 pub fn run(driver: &Path) {
     let dir = scratch(driver);
@@ -75,21 +95,7 @@ pub fn run(driver: &Path) {
         assert_eq!(cuda["ids"], cpu["ids"], "{method}");
         assert_eq!(cuda_trace, cpu_trace, "{method}");
         assert_eq!(cuda_trace.lines().count(), 5 * 4 * 2, "{method}");
-        for key in ["kv_read_fraction", "exact_dot_fraction", "bypass_fraction"] {
-            let (a, b) = (number(&cuda, key), number(&cpu, key));
-            assert!((a - b).abs() < 1e-9, "{method} {key}: {a} {b}");
-        }
-        for key in [
-            "choices",
-            "rows_read",
-            "keys_ranked",
-            "kv_bytes_read",
-            "bypasses",
-            "bypassed_heads",
-            "layers",
-        ] {
-            assert_eq!(cuda[key], cpu[key], "{method} {key}");
-        }
+        same_counts(&cuda, &cpu, method);
         // Tables and lists that steps change on the device are not counted by the host.
         let index = match method {
             "lfps" | "ctkvr" => Value::Null,
@@ -155,21 +161,7 @@ pub fn run_planned(driver: &Path) {
     assert_eq!(cuda["fallbacks"], object!([]));
     assert_eq!((&cuda["ids"], &cuda["method"]), (&cpu["ids"], &object!("plan")));
     assert_eq!(cuda_trace, cpu_trace);
-    for key in ["kv_read_fraction", "exact_dot_fraction", "bypass_fraction"] {
-        let (a, b) = (number(&cuda, key), number(&cpu, key));
-        assert!((a - b).abs() < 1e-9, "{key}: {a} {b}");
-    }
-    for key in [
-        "choices",
-        "rows_read",
-        "keys_ranked",
-        "kv_bytes_read",
-        "bypasses",
-        "bypassed_heads",
-        "layers",
-    ] {
-        assert_eq!(cuda[key], cpu[key], "{key}");
-    }
+    same_counts(&cuda, &cpu, "plan");
     assert!(number(&cuda, "bypass_fraction") > 0.0);
 }
 

@@ -19,7 +19,7 @@ use serde_json::{Value, json};
 
 use super::Check;
 use super::common::golden::{Golden, for_cuda, generate, options};
-use super::common::json_lines;
+use super::common::{json_lines, same_in_first_layer};
 use super::forward::same_replies;
 use super::near_ties::{self, greedy_agreeing};
 
@@ -125,18 +125,7 @@ fn check_planned(
         let (method, options) = (method.unwrap(), options("0.5", KvType::F32));
         assert!(CudaBackend::can(method.as_ref(), &options, has_later));
         let (found, counts) = run(method.as_ref(), options);
-        let mut compared = 0;
-        for line in found.iter().filter(|line| line["layer"] == 0) {
-            let kv_head = line["kv_head"].as_u64().unwrap() as usize;
-            let same = |other: &&Value| {
-                ["step", "layer", "kv_head"]
-                    .iter()
-                    .all(|key| other[key] == line[key])
-            };
-            let expected = alone[of(kv_head)].0.iter().find(same).unwrap();
-            assert_eq!(line, expected, "{}", served[of(kv_head)].0);
-            compared += 1;
-        }
+        let compared = same_in_first_layer(&found, |kv_head| &alone[of(kv_head)].0);
         assert_eq!(compared, steps * sizes.n_kv_heads);
         assert_eq!(counts.choices, (steps * sizes.n_kv_heads) as u64);
         // Besides what was chosen, every head reads sinks and window in each step.
