@@ -3,30 +3,24 @@
 use std::collections::BTreeSet;
 use std::fmt;
 
-use serde::{Deserialize, Serialize};
-use serde_json::{Map, Value, json};
+use serde_json::{Map, Value};
 
-use super::cuda::CudaMethod;
 use super::declaration::Ask;
 use super::named::Named;
 use super::params::MethodParams;
 use super::registry::MethodName;
-use super::tail::Tail;
-use super::{HeadLimits, Method, MethodPart, Place, Retriever};
+use super::{HeadLimits, Method};
 use crate::artifact::Artifact;
 use crate::error::{Error, Result};
 use crate::kv::static_set::{SINKS, WINDOW};
-use crate::kv::{Budget, KvType, RowFormat};
+use crate::kv::{Budget, KvType};
 use crate::model::Sizes;
 use crate::wording::counted;
 
-/// Most layers of a plan, and most KV heads of a layer: more than any model has.
-const MOST_LAYERS: usize = 4096;
-const MOST_HEADS: usize = 1024;
+mod document;
+mod planned;
 
-fn too_many(what: &str) -> Error {
-    Error::invalid(format!("the head plan has more {what} than any model")).hint(FORM)
-}
+pub use document::FORM;
 
 /// How one KV head is served.
 #[derive(Clone, Debug, PartialEq)]
@@ -52,95 +46,6 @@ pub struct Plan {
     pub layers: Vec<Vec<HeadPlan>>,
 }
 
-/// A plan as JSON: runs of equal layers, of runs of equal KV heads.
-#[derive(Serialize, Deserialize)]
-#[serde(deny_unknown_fields)]
-struct Document {
-    #[serde(default = "sinks")]
-    sinks: usize,
-    #[serde(default = "window")]
-    window: usize,
-    layers: Vec<LayerRun>,
-}
-
-#[derive(PartialEq, Serialize, Deserialize)]
-#[serde(deny_unknown_fields)]
-struct LayerRun {
-    #[serde(default = "once", skip_serializing_if = "is_once")]
-    repeat: usize,
-    heads: Vec<HeadRun>,
-}
-
-#[derive(PartialEq, Serialize, Deserialize)]
-#[serde(deny_unknown_fields)]
-struct HeadRun {
-    #[serde(default = "once", skip_serializing_if = "is_once")]
-    repeat: usize,
-    method: Named,
-    #[serde(default, skip_serializing_if = "Map::is_empty")]
-    params: Map<String, Value>,
-    #[serde(default = "usual_budget")]
-    budget: Budget,
-    #[serde(default = "usual_format")]
-    keys: RowFormat,
-    #[serde(default = "usual_format")]
-    values: RowFormat,
-}
-
-fn sinks() -> usize {
-    SINKS
-}
-
-fn window() -> usize {
-    WINDOW
-}
-
-fn once() -> usize {
-    1
-}
-
-fn is_once(repeat: &usize) -> bool {
-    *repeat == 1
-}
-
-fn usual_budget() -> Budget {
-    Budget::USUAL
-}
-
-fn usual_format() -> RowFormat {
-    RowFormat::BF16
-}
-
-impl LayerRun {
-    /// Reads the KV heads of one of the layers, of which the first has this index.
-    fn read(&self, layer: usize) -> Result<Vec<HeadPlan>> {
-        if self.repeat == 0 {
-            return Err(
-                Error::invalid(format!("layer {layer} of the head plan is repeated 0 times")).hint(FORM),
-            );
-        }
-        let mut heads = Vec::new();
-        for run in &self.heads {
-            let place = at(layer, heads.len());
-            if run.repeat == 0 {
-                return Err(Error::invalid(format!("{place} is repeated 0 times")).hint(FORM));
-            }
-            if heads.len().saturating_add(run.repeat) > MOST_HEADS {
-                return Err(too_many("KV heads"));
-            }
-            let head = HeadPlan::of(run);
-            head.check().map_err(|e| e.context(place))?;
-            heads.extend(std::iter::repeat_n(head, run.repeat));
-        }
-        Ok(heads)
-    }
-}
-
-/// Joins equal neighbours: each comes with how often it stands there.
-fn runs<T: PartialEq>(items: &[T]) -> impl Iterator<Item = (usize, &T)> {
-    items.chunk_by(|a, b| a == b).map(|run| (run.len(), &run[0]))
-}
-
 impl Plan {
     /// Serves all KV heads alike, with the usual static set.
     pub fn uniform(sizes: Sizes, head: &HeadPlan) -> Self {
@@ -149,32 +54,6 @@ impl Plan {
             window: WINDOW,
             layers: vec![vec![head.clone(); sizes.n_kv_heads]; sizes.n_layers],
         }
-    }
-
-    /// Reads a plan from the value of `head_plan` in JSON.
-    ///
-    /// # Errors
-    /// A value that is no plan; a method that does not take its parameters.
-    pub fn read(value: Value) -> Result<Self> {
-        let document: Document = serde_json::from_value(value)
-            .map_err(|e| Error::invalid(format!("the head plan is invalid: {e}")).hint(FORM))?;
-        if document.window == 0 {
-            return Err(Error::invalid("the window of the head plan has no position")
-                .hint("a step attends at least its own position: give a window of at least 1"));
-        }
-        let mut layers = Vec::new();
-        for run in &document.layers {
-            let heads = run.read(layers.len())?;
-            if layers.len().saturating_add(run.repeat) > MOST_LAYERS {
-                return Err(too_many("layers"));
-            }
-            layers.extend(std::iter::repeat_n(heads, run.repeat));
-        }
-        Ok(Self {
-            sinks: document.sinks,
-            window: document.window,
-            layers,
-        })
     }
 
     /// Reads the plan of an artifact, if it has one.
@@ -191,23 +70,6 @@ impl Plan {
         });
         plan.map(Some)
             .map_err(|e| e.context(artifact.store.path().display()))
-    }
-
-    /// Returns the value of `head_plan` in JSON, which [`Plan::read`] reads.
-    pub fn json(&self) -> Value {
-        let heads = |heads: &Vec<HeadPlan>| -> Vec<HeadRun> {
-            runs(heads).map(|(repeat, head)| head.run(repeat)).collect()
-        };
-        let layers = runs(&self.layers).map(|(repeat, layer)| LayerRun {
-            repeat,
-            heads: heads(layer),
-        });
-        let document = Document {
-            sinks: self.sinks,
-            window: self.window,
-            layers: layers.collect(),
-        };
-        json!(document)
     }
 
     /// Lists the KV heads, each with its layer and its index in the layer.
@@ -267,45 +129,6 @@ impl Plan {
         Ok(())
     }
 
-    /// Prepares the methods of all KV heads; budgets and row formats are those of the plan, whatever those of the session.
-    ///
-    /// # Errors
-    /// As [`Plan::check_sizes`] and [`Named::prepare`], with the first KV head of the method.
-    pub fn prepare(self, ask: &Ask) -> Result<Box<dyn Method>> {
-        self.check_sizes(ask.sizes)?;
-        let mut distinct: Vec<(Named, Map<String, Value>)> = Vec::new();
-        let mut methods: Vec<Box<dyn Method>> = Vec::new();
-        let mut indices: Vec<Vec<usize>> = vec![Vec::new(); self.layers.len()];
-        for (layer, kv_head, head) in self.heads() {
-            let same = |(method, params): &(Named, Map<String, Value>)| {
-                (*method, params) == (head.method, &head.params)
-            };
-            let index = match distinct.iter().position(same) {
-                Some(index) => index,
-                None => {
-                    let method = head.prepare(ask).map_err(|e| e.context(at(layer, kv_head)))?;
-                    methods.push(method);
-                    distinct.push((head.method, head.params.clone()));
-                    methods.len() - 1
-                }
-            };
-            indices[layer].push(index);
-        }
-        let is_constant =
-            |index: usize, layer, kv_head| methods[index].full_heads().contains(&(layer, kv_head));
-        let constant = self
-            .heads()
-            .map(|(layer, kv_head, _)| (layer, kv_head))
-            .filter(|&(layer, kv_head)| is_constant(indices[layer][kv_head], layer, kv_head))
-            .collect();
-        Ok(Box::new(Planned {
-            plan: self,
-            methods,
-            indices,
-            constant,
-        }))
-    }
-
     /// Lists the methods of all KV heads, without tails.
     pub fn methods(&self) -> Vec<MethodName> {
         let mut all: Vec<MethodName> = Vec::new();
@@ -342,38 +165,12 @@ impl Plan {
     }
 }
 
-/// What a plan looks like.
-pub const FORM: &str = r#"a head plan looks like {"sinks": 4, "window": 64, "layers": [{"repeat": 30, "heads": [{"repeat": 3, "method": "wpq", "budget": 0.06, "keys": "bf16", "values": "bf16"}]}]}"#;
-
 /// Says to which KV head an error belongs.
 fn at(layer: usize, kv_head: usize) -> String {
     format!("layer {layer}, KV head {kv_head} of the head plan")
 }
 
 impl HeadPlan {
-    fn of(run: &HeadRun) -> Self {
-        Self {
-            method: run.method,
-            params: run.params.clone(),
-            budget: run.budget,
-            kv: KvType {
-                keys: run.keys,
-                values: run.values,
-            },
-        }
-    }
-
-    fn run(&self, repeat: usize) -> HeadRun {
-        HeadRun {
-            repeat,
-            method: self.method,
-            params: self.params.clone(),
-            budget: self.budget,
-            keys: self.kv.keys,
-            values: self.kv.values,
-        }
-    }
-
     fn limits(&self) -> HeadLimits {
         HeadLimits {
             budget: self.budget,
@@ -429,73 +226,10 @@ impl fmt::Display for HeadPlan {
     }
 }
 
-/// The methods of a plan.
-struct Planned {
-    plan: Plan,
-    methods: Vec<Box<dyn Method>>,
-    /// The index among `methods` of that of each KV head of each layer.
-    indices: Vec<Vec<usize>>,
-    /// The layer and the index of the KV heads that full attention serves in place of their methods.
-    constant: Vec<(usize, usize)>,
-}
-
-impl Planned {
-    fn method(&self, place: &Place) -> &dyn Method {
-        self.methods[self.indices[place.layer][place.kv_head]].as_ref()
-    }
-}
-
-impl Method for Planned {
-    fn head(&self, place: &Place) -> Box<dyn Retriever> {
-        self.method(place).head(place)
-    }
-
-    fn full_heads(&self) -> &[(usize, usize)] {
-        &self.constant
-    }
-
-    /// If all KV heads are served alike, those of a session have to be those of the plan.
-    fn cuda(&self) -> Option<&dyn CudaMethod> {
-        let same = self.plan.same().is_some();
-        self.methods.first().filter(|_| same)?.cuda()
-    }
-
-    fn limits(&self, layer: usize, kv_head: usize) -> Option<HeadLimits> {
-        Some(self.plan.layers[layer][kv_head].limits())
-    }
-
-    /// One part, if all KV heads are served alike.
-    fn parts(&self) -> Vec<MethodPart<'_>> {
-        let mut parts: Vec<MethodPart<'_>> = Vec::new();
-        // KV heads of the same method, budget and formats; those that full attention serves instead are apart.
-        let mut known: Vec<(usize, HeadLimits, usize)> = Vec::new();
-        for (layer, kv_head, head) in self.plan.heads() {
-            let index = self.indices[layer][kv_head];
-            let limits = head.limits();
-            let own = self.methods[index].parts();
-            let within = own.iter().position(|part| part.heads[layer].contains(&kv_head));
-            let key = (index, limits, within.unwrap_or(0));
-            let place = known.iter().position(|other| *other == key).unwrap_or_else(|| {
-                known.push(key);
-                parts.push(MethodPart {
-                    method: within.map_or(self.methods[index].as_ref(), |within| own[within].method),
-                    limits: Some(limits),
-                    heads: vec![Vec::new(); self.plan.layers.len()],
-                });
-                parts.len() - 1
-            });
-            parts[place].heads[layer].push(kv_head);
-        }
-        parts
-    }
-
-    fn tail(&self, place: &Place) -> Option<Tail> {
-        self.method(place).tail(place)
-    }
-}
-
 #[cfg(test)]
 mod tests {
+    use serde_json::json;
+
     use super::*;
 
     fn read(value: Value) -> Plan {
