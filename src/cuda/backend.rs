@@ -14,20 +14,20 @@ use super::context::LayerContext;
 use super::heads::{HeadList, HeadRoom};
 use super::model::DeviceModel;
 use super::prompt::{PromptLayer, PromptPart, PromptPass, PromptRoom, SpaceNeeds};
+use super::served::Served;
 use super::sizes::LayerSizes;
 use super::windows::Windows;
 use crate::compute::cuda::buffer::Buffer;
 use crate::compute::cuda::driver::{Purpose, Recording, allocating};
 use crate::error::{Error, Result};
 use crate::kv::cuda::attend::Attention;
-use crate::kv::cuda::cache::{LayerCache, bytes_per_position, fixed_bytes, holds};
-use crate::kv::cuda::signs::FULL;
+use crate::kv::cuda::cache::{LayerCache, bytes_per_position, fixed_bytes};
 use crate::kv::cuda::{Limits, Positions, Shape};
 use crate::kv::sample::Sampler;
 use crate::kv::{Budget, KvType};
 use crate::method::bench::{Bench, BenchParams, Contents};
-use crate::method::cuda::{CudaIndex, CudaNeeds, CudaStep, Indexes, OnDevice, ServedLayer, TALLIES};
-use crate::method::{CUDA_GRANULE, Method, MethodPart, Reads};
+use crate::method::cuda::{CudaIndex, CudaStep, Indexes, OnDevice, ServedLayer, TALLIES};
+use crate::method::{CUDA_GRANULE, Method, Reads};
 use crate::runner::{Backend, Counts, DecodeOptions, Shares, StepAt, Trace};
 
 /// A model with its caches and indexes on the device. It holds one sequence for a session, or several sequences that
@@ -67,51 +67,6 @@ struct LayerPart<'d> {
     index: Box<dyn CudaIndex + 'd>,
     /// The counters that the host knows without asking the device.
     counts: Counts,
-}
-
-/// The KV heads that a method serves in the same way, and how.
-struct Served<'m> {
-    method: &'m dyn Method,
-    budget: Budget,
-    kv: KvType,
-    /// The heads of each layer; `None` for all of them.
-    heads: Option<Vec<Vec<usize>>>,
-}
-
-impl<'m> Served<'m> {
-    /// Lists the parts of a method.
-    fn all(method: &'m dyn Method, options: &DecodeOptions) -> Vec<Self> {
-        let whole = Self {
-            method,
-            budget: options.budget,
-            kv: options.kv,
-            heads: None,
-        };
-        let parts = method.parts();
-        // A single part has all KV heads.
-        let is_one = parts.len() == 1;
-        let part = |part: MethodPart<'m>| Self {
-            method: part.method,
-            budget: part.limits.map_or(options.budget, |limits| limits.budget),
-            kv: part.limits.map_or(options.kv, |limits| limits.kv),
-            heads: Some(part.heads).filter(|_| !is_one),
-        };
-        let parts: Vec<Self> = parts.into_iter().map(part).collect();
-        if parts.is_empty() { vec![whole] } else { parts }
-    }
-
-    /// Returns whether cache and index can be on the device. `turns` says whether there may be more than one prompt.
-    fn can(&self, options: &DecodeOptions, turns: bool) -> bool {
-        let packed = self.kv == KvType::TWO_BIT;
-        let needs = CudaNeeds {
-            packed,
-            later_prompts: turns,
-            rows_on_host: false,
-        };
-        let has_index = self.method.cuda().is_some_and(|method| method.serves(&needs));
-        let has_cache = holds(self.kv) && !(packed && (turns || options.packed.full > FULL));
-        has_index && has_cache
-    }
 }
 
 /// Layers, or parts of layers, that share a [`Space`], and what makes their indexes.

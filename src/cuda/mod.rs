@@ -21,6 +21,7 @@ mod prompt;
 pub mod room;
 pub mod sample;
 pub mod sequences;
+mod served;
 mod sizes;
 mod step;
 mod weights;

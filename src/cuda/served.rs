@@ -1,0 +1,53 @@
+//! Which KV heads a method serves alike, and whether they can be served on the device.
+
+use crate::kv::cuda::cache::holds;
+use crate::kv::cuda::signs::FULL;
+use crate::kv::{Budget, KvType};
+use crate::method::cuda::CudaNeeds;
+use crate::method::{Method, MethodPart};
+use crate::runner::DecodeOptions;
+
+/// The KV heads that a method serves in the same way, and how.
+pub(super) struct Served<'m> {
+    pub method: &'m dyn Method,
+    pub budget: Budget,
+    pub kv: KvType,
+    /// The heads of each layer; `None` for all of them.
+    pub heads: Option<Vec<Vec<usize>>>,
+}
+
+impl<'m> Served<'m> {
+    /// Lists the parts of a method.
+    pub fn all(method: &'m dyn Method, options: &DecodeOptions) -> Vec<Self> {
+        let whole = Self {
+            method,
+            budget: options.budget,
+            kv: options.kv,
+            heads: None,
+        };
+        let parts = method.parts();
+        // A single part has all KV heads.
+        let is_one = parts.len() == 1;
+        let part = |part: MethodPart<'m>| Self {
+            method: part.method,
+            budget: part.limits.map_or(options.budget, |limits| limits.budget),
+            kv: part.limits.map_or(options.kv, |limits| limits.kv),
+            heads: Some(part.heads).filter(|_| !is_one),
+        };
+        let parts: Vec<Self> = parts.into_iter().map(part).collect();
+        if parts.is_empty() { vec![whole] } else { parts }
+    }
+
+    /// Returns whether cache and index can be on the device. `turns` says whether there may be more than one prompt.
+    pub fn can(&self, options: &DecodeOptions, turns: bool) -> bool {
+        let packed = self.kv == KvType::TWO_BIT;
+        let needs = CudaNeeds {
+            packed,
+            later_prompts: turns,
+            rows_on_host: false,
+        };
+        let has_index = self.method.cuda().is_some_and(|method| method.serves(&needs));
+        let has_cache = holds(self.kv) && !(packed && (turns || options.packed.full > FULL));
+        has_index && has_cache
+    }
+}
