@@ -43,6 +43,18 @@ impl Named {
             tail: stripped.is_some(),
         })
     }
+
+    /// As [`Named::parse`]; for other text, the error lists the methods.
+    pub fn read(text: &str) -> std::result::Result<Self, String> {
+        let names = || {
+            METHODS
+                .iter()
+                .map(|method| method.as_str())
+                .collect::<Vec<_>>()
+                .join(", ")
+        };
+        Self::parse(text).ok_or_else(|| format!("unknown method `{text}`; the methods are {}", names()))
+    }
 }
 
 impl Named {
@@ -97,7 +109,6 @@ impl Serialize for Named {
 impl<'de> Deserialize<'de> for Named {
     fn deserialize<D: Deserializer<'de>>(from: D) -> std::result::Result<Self, D::Error> {
         let text = String::deserialize(from)?;
-        let unknown = || serde::de::Error::custom(format!("unknown method `{text}`"));
-        Self::parse(&text).ok_or_else(unknown)
+        Self::read(&text).map_err(serde::de::Error::custom)
     }
 }

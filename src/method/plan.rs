@@ -295,7 +295,10 @@ mod tests {
             "layer 0, KV head 0 of the head plan: method `topk` has no parameters"
         );
         for (value, says) in [
-            (json!({"method": "nope"}), "unknown method `nope`"),
+            (
+                json!({"method": "nope"}),
+                "unknown method `nope`; the methods are full, topk, random, ",
+            ),
             (
                 json!({"method": "topk", "keys": "int3"}),
                 "unknown row format `int3`",

@@ -31,7 +31,7 @@ impl Also {
     pub fn parse(text: &str) -> std::result::Result<Self, String> {
         let text = text.trim();
         let (name, flags) = text.split_once(char::is_whitespace).unwrap_or((text, ""));
-        let named = Named::parse(name).ok_or_else(|| format!("unknown method `{name}`"))?;
+        let named = Named::read(name)?;
         let method = named.method.as_str();
         let own = flags_of_methods().find(|(name, _)| *name == method);
         let own = own.map(|(_, flags)| flags).unwrap_or_default();

@@ -111,7 +111,7 @@ impl BudgetOf {
         let (method, budget) = match text.trim().split_once('=') {
             None => (None, text),
             Some((name, budget)) => {
-                let named = Named::parse(name).ok_or_else(|| format!("unknown method `{name}`"))?;
+                let named = Named::read(name)?;
                 (Some(named), budget)
             }
         };
