@@ -97,6 +97,11 @@ results-decode: real
 	$(REAL_PYTHON) benches/decode_peers.py $(KVSMITH) $(REAL) $(if $(LLAMA),--llama $(LLAMA)) $(if $(TRANSFORMERS),--transformers $(TRANSFORMERS))
 	$(MAKE) pages
 
+# Decode steps with caches of each row format: some minutes, on an idle machine.
+results-row-format-times: real
+	$(REAL_PYTHON) benches/row_format_times.py $(KVSMITH)
+	$(MAKE) pages
+
 results-code-store results-index-search: results-%: real $(REAL)/python/faiss
 	$(REAL_PYTHON) benches/$(subst -,_,$*).py $(KVSMITH) $(REAL)
 

@@ -290,8 +290,10 @@ class Results(Lab):
         for kv in FORMATS:
             command = ["--tokens", text, "--max-tokens", 10**9, "--seq-len", 2048, "--methods", "full", "--decode", 32, *self.losses_only()]
             document = self.eval(f"row-formats-{re.sub(r'[^a-z0-9]+', '-', kv)}", command, [text], kv)
+            if (document["artifacts"], document["device"], document["kv"]) != ([], "cpu", kv):
+                fail(f"`eval --kv {kv}` measured {document['kv']} on {document['device']} with {document['artifacts']}", "report this")
             found = found or conditions(document)
-            rows += [kept(row) | {"kv": document["kv"]} for row in document["rows"]]
+            rows += [kept(row) | {"kv": kv} for row in document["rows"]]
         return {"length": 2048, "works": ["handbook"] * BLOCKS, **found, "rows": rows}
 
     def final(self):

@@ -408,6 +408,17 @@ def format_table(document):
     return about + filled(["`--kv`", "bits per number", "KL, nats (95%)", "99th percentile", "same top token"], rows)
 
 
+def format_time_table(document):
+    """Return the time of a step with caches of each format: the median over the rounds, and the least and the most."""
+    def cell(ms):
+        return f"{np.median(ms):.1f} ({min(ms):.1f} to {max(ms):.1f})"
+
+    about = (f"{document['model']}, {document['context']:,} positions, `wpq` with a budget of {percent(document['budget'])}; ms per step: the median of "
+             f"{document['rounds']} rounds, the least and the most. {document['program']}; {document['machine']}.\n\n")
+    methods = list(document["rows"][0]["ms"])
+    return about + filled(["`--kv`", *(f"`{method}`" for method in methods)], [[f"`{row['kv']}`", *(cell(row["ms"][method]) for method in methods)] for row in document["rows"]])
+
+
 def center_table(document):
     """Return how much of the variance of keys the path of their mean makes up, and the error of the codes around it."""
     rows = document["rows"]

@@ -337,6 +337,17 @@ class Pages(unittest.TestCase):
         bits = [[cell.strip() for cell in line.split("|")[1:3]] for line in tables.format_table(document).splitlines()[4:]]
         self.assertEqual(bits, [["`int8`", "8.25"], ["`k=int4,v=int2`", "3.5"], ["`2bit`", "3.5"]])
 
+    def test_losses_of_formats_are_as_the_page_says(self):
+        rows = {row["kv"]: row for row in documents.load("row-formats")["rows"]}
+        self.assertAlmostEqual(rows["k=int4,v=int8"]["kl"] / rows["k=int8,v=int4"]["kl"], 7, delta=0.5)
+        self.assertLess(tables.kl_interval(rows["k=int4,v=int2"])[1], tables.kl_interval(rows["2bit"])[0])
+
+    def test_times_of_formats_are_medians_with_their_range(self):
+        rows = [{"kv": "bf16", "ms": {"full": [30, 10, 20], "wpq": [4, 4, 7]}}]
+        document = {"model": "m", "context": 8192, "budget": 0.06, "rounds": 3, "program": "p", "machine": "c", "rows": rows}
+        cells = [cell.strip() for cell in tables.format_time_table(document).splitlines()[-1].split("|")[1:-1]]
+        self.assertEqual(cells, ["`bf16`", "20.0 (10.0 to 30.0)", "4.0 (4.0 to 7.0)"])
+
     def test_aims_compare_the_rows_that_they_name(self):
         row = {"program": "kvsmith", "model": "smollm2-135m", "weights": "bf16", "context": 8192, "method": "full", "tokens_per_s": 60.0}
         rows = [row, row | {"method": "wpq", "share": 0.05, "tokens_per_s": 84.0}, row | {"method": "wpq", "share": 0.1, "tokens_per_s": 59.0},
