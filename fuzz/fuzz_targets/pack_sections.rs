@@ -50,7 +50,7 @@ fuzz_target!(|data: &[u8]| {
     let path = folder.path("packed");
     let _ = std::fs::remove_file(&path);
     let output = Output::create(&path).expect("TMPDIR can be written to");
-    if pack(output, &parts).is_ok() {
+    if pack(output, &parts, None).is_ok() {
         let packed = Artifact::open(&path, SECTIONS).expect("an artifact");
         packed.verify().expect("an artifact that verifies");
     }
