@@ -313,7 +313,7 @@ fn an_artifact_keeps_a_plan() {
     let scratch = Scratch::new();
     let model = checkpoint("llama_default");
     let config = kvsmith::internal::model::ModelConfig::load(model.as_ref()).unwrap();
-    let tokens = scratch.tokens("tokens.json", &documents(&[60, 60], 1));
+    let tokens = scratch.tokens("tokens.json", &documents(&[300, 300], 1));
     let bare = scratch.make(
         "bare",
         &format!("calibrate --model {model} --tokens {tokens} --size 8 --no-verdict"),
@@ -365,6 +365,16 @@ fn an_artifact_keeps_a_plan() {
     for key in ["ids", "rows_read", "kv_bytes", "index_bytes", "layers"] {
         assert_eq!(followed[key], given[key], "{key}");
     }
+    // So does `eval`, unless it is told what to measure.
+    let eval = format!("eval --model {model} --artifact {with} --tokens {tokens} --decode 8 --json");
+    let rows = |more: &str| kvsmith(&format!("{eval} {more}")).json()["rows"].clone();
+    assert_eq!(rows("")[0]["method"], "plan");
+    assert_eq!(rows(""), rows(&format!("--head-plan {file}")));
+    let named = rows("--methods topk");
+    assert_eq!(
+        (named.as_array().unwrap().len(), &named[0]["method"]),
+        (1, &json!("topk"))
+    );
     // A page of results does without the row of the plan.
     let eval = format!(
         "eval --model {model} --artifact {with} --tokens {tokens} --decode 8 --methods topk --head-plan {file} --json"
@@ -380,6 +390,49 @@ fn an_artifact_keeps_a_plan() {
         (&chosen["method"], &chosen["head_plan"]),
         (&json!("lfps"), &Value::Null)
     );
+    // A verdict does not replace a plan that was given.
+    let verdict = |art: &str, out: &str| {
+        let to = scratch.path(out);
+        let judged = format!(
+            "verdict {art} --model {model} --tokens {tokens} --verdict-methods wpq,topk --verdict-reads 0.7 --verdict-steps 8 \
+             --verdict-kl 99 --verdict-points 100 -o {to}"
+        );
+        (kvsmith(&judged).ok().stderr, to)
+    };
+    let (told, kept) = verdict(&with, "kept");
+    assert!(told.contains("the artifact keeps its head plan"), "{told}");
+    let kept = kvsmith(&format!("inspect {kept} --json")).json();
+    assert_eq!(kept["head_plan"], shown);
+    assert_ne!(kept["methods"], Value::Null);
+    // Otherwise it says its recommendation as a plan.
+    let (told, judged) = verdict(&bare, "judged");
+    assert!(!told.contains("head plan"), "{told}");
+    let artifact = kvsmith::Artifact::open(judged.as_ref(), kvsmith::SECTIONS).unwrap();
+    let plan = Plan::of_artifact(&artifact).unwrap().unwrap();
+    let head = plan.same().unwrap();
+    let (row, of) = artifact
+        .manifest
+        .quality
+        .methods
+        .as_ref()
+        .unwrap()
+        .usual()
+        .unwrap();
+    assert_eq!(head.method.to_string(), row.method);
+    assert_eq!(
+        (head.budget.value(), head.kv.to_string().as_str()),
+        (of.budget, "bf16")
+    );
+    assert_eq!((format(&judged), Plan::given(&artifact).unwrap()), (2, None));
+    let text = kvsmith(&format!("inspect {judged}")).ok().stdout;
+    assert!(text.contains("bf16 cache (as recommended)"), "{text}");
+    // A pack has no verdict, and so nothing that repeats it; another verdict takes its place.
+    let repacked = scratch.make("repacked", &format!("pack {judged} --model {model}"));
+    assert_eq!(std::fs::read(&repacked).unwrap(), std::fs::read(&bare).unwrap());
+    let (_, again) = verdict(&judged, "judged-again");
+    assert_eq!(format(&again), 2);
+    let reread = kvsmith::Artifact::open(again.as_ref(), kvsmith::SECTIONS).unwrap();
+    assert_eq!(Plan::given(&reread).unwrap(), None);
     let broken = scratch.path("broken");
     resealed(&with, &broken, |manifest| {
         manifest["head_plan"]["layers"][0]["heads"][0]["method"] = json!("nope")

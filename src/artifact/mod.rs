@@ -25,7 +25,7 @@ pub use verdict::{
     Answered, HeadLosses, Intervals, Limits, Measured, MeasuredProbe, MeasuredTexts, MethodLoss, OtherLosses,
     USUAL_KL, Verdict,
 };
-pub use write::{pack, write, write_judged, write_with_verdict};
+pub use write::{Judged, pack, write, write_judged, write_with_verdict};
 
 /// Shortens a digest for messages.
 pub fn short(digest: &str) -> &str {

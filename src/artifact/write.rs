@@ -20,12 +20,28 @@ pub fn write(output: Output, origin: Origin, sections: Vec<Section>) -> Result<(
     finish(output, &tensors, manifest, &kinds)
 }
 
-/// A function that measures what methods lose with an artifact; see [`write_judged`].
-pub type Measure<'a> = dyn FnMut(&Artifact) -> Option<Verdict> + 'a;
+/// What an artifact says of the methods.
+#[derive(Clone, Debug)]
+pub struct Judged {
+    /// What they lost.
+    pub verdict: Verdict,
+    /// The head plan that follows from it, or one that the artifact had before; `None` if nothing is recommended.
+    pub head_plan: Option<Value>,
+}
 
-/// Does what [`write()`] does, and adds the verdict that `measure` returns. `measure` reads the artifact from `draft`, an
-/// unfinished output of the same name, which is then dropped. Without a verdict, the artifact is written to what `spare`
-/// returns, if anything, and not to `output`.
+impl Judged {
+    fn put_into(self, manifest: &mut Manifest) {
+        manifest.quality.methods = Some(self.verdict);
+        manifest.head_plan = self.head_plan;
+    }
+}
+
+/// A function that measures what methods lose with an artifact; see [`write_judged`].
+pub type Measure<'a> = dyn FnMut(&Artifact) -> Option<Judged> + 'a;
+
+/// Does what [`write()`] does, and adds the verdict that `measure` returns, with its head plan. `measure` reads the artifact
+/// from `draft`, an unfinished output of the same name, which is then dropped. Without a verdict, the artifact is written to
+/// what `spare` returns, if anything, and not to `output`.
 pub fn write_judged(
     output: Output,
     draft: Output,
@@ -38,23 +54,26 @@ pub fn write_judged(
     let draft = store::fill(draft, &tensors, Some(&manifest.clone().seal()))?;
     draft.check(|path| Artifact::open(path, &kinds)?.verify())?;
     let artifact = Artifact::open(draft.unfinished(), &kinds)?;
-    manifest.quality.methods = measure(&artifact);
+    let judged = measure(&artifact);
     drop((artifact, draft));
-    let output = match manifest.quality.methods {
-        Some(_) => Some(output),
+    let output = match judged {
+        Some(judged) => {
+            judged.put_into(&mut manifest);
+            Some(output)
+        }
         None => spare()?,
     };
     output.map_or(Ok(()), |output| finish(output, &tensors, manifest, &kinds))
 }
 
-/// Writes an artifact again with `verdict` in place of its own verdict.
+/// Writes an artifact again with another verdict and head plan.
 ///
 /// # Errors
 /// A damaged file; the disk is full.
-pub fn write_with_verdict(output: Output, artifact: &Artifact, verdict: Verdict) -> Result<()> {
+pub fn write_with_verdict(output: Output, artifact: &Artifact, judged: Judged) -> Result<()> {
     artifact.verify()?;
     let mut manifest = artifact.manifest.clone();
-    manifest.quality.methods = Some(verdict);
+    judged.put_into(&mut manifest);
     let tensors = tensors_of(artifact)?;
     let kinds: Vec<_> = artifact.sections().map(|section| section.kind).collect();
     finish(output, &tensors, manifest, &kinds)
@@ -109,8 +128,7 @@ fn finish(
 }
 
 /// Merges section files that were made from the same model and the same calibration; joins those that have only a part of
-/// a section's layers. `head_plan` says how each KV head is to be served; without one, it is that of the first file that has
-/// one.
+/// a section's layers. `head_plan` says how each KV head is to be served; verdicts and plans of the files are left out.
 ///
 /// # Errors
 /// Sections that differ in origin, layers that are missing or given twice, a damaged file.
@@ -120,7 +138,7 @@ pub fn pack(output: Output, parts: &[Artifact], head_plan: Option<Value>) -> Res
     };
     let mut manifest = Manifest::new(first.manifest.origin.clone());
     manifest.tool_version.clone_from(&first.manifest.tool_version);
-    manifest.head_plan = head_plan.or_else(|| parts.iter().find_map(|part| part.manifest.head_plan.clone()));
+    manifest.head_plan = head_plan;
     let mut sections: BTreeMap<&str, Vec<SectionView>> = BTreeMap::new();
     for part in parts {
         part.verify()?;

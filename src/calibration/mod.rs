@@ -20,6 +20,7 @@ use crate::env::Reporter;
 use crate::error::{Error, Result};
 use crate::machine::Machine;
 use crate::method::a2ats::{self, LONGEST_CONTEXT};
+use crate::method::plan::Plan;
 use crate::model::{Model, ModelConfig, ModelManifest};
 use crate::parameters::choices;
 use crate::runner::verdict::Material;
@@ -311,7 +312,10 @@ impl Calibration<'_> {
                 let draft = Output::create(&path)?;
                 let mut measure = |artifact: &Artifact| {
                     let outcome = judging.measure(artifact, &mut stages);
-                    made.verdict.insert(outcome).as_ref().ok().cloned()
+                    let outcome = outcome.and_then(|verdict| Plan::judged(artifact, verdict));
+                    let judged = outcome.as_ref().ok().cloned();
+                    made.verdict = Some(outcome.map(|judged| judged.verdict));
+                    judged
                 };
                 // The layers are in the work folder, or the artifact is kept under another name.
                 let unjudged = || match work {

@@ -36,24 +36,23 @@ use rows::Measurements;
 /// Runs `eval`.
 pub fn run(args: &Args, global: &Global) -> Result<()> {
     if args.named().next().is_some() || args.reading.has_plan() {
-        return eval(args, global);
+        return eval(args, None, global);
     }
-    let mut args = args.clone();
-    args.methods = usual_methods(args.reading.artifact())?;
-    eval(&args, global)
-}
-
-/// Lists the methods that are measured if none is named.
-fn usual_methods(artifact: Option<&PathBuf>) -> Result<Vec<Named>> {
-    let path = artifact.ok_or_else(|| {
+    let path = args.reading.artifact().ok_or_else(|| {
         Error::usage("eval needs methods")
             .hint("name some with --methods, such as topk,streaming, or give --artifact")
     })?;
     let artifact = Artifact::open(path, SECTIONS)?;
-    Ok(Named::calibrated(&artifact, &[oracle(), FULL]))
+    if args.reads.is_empty() && Plan::given(&artifact)?.is_some() {
+        return eval(args, Some(&artifact), global);
+    }
+    let mut args = args.clone();
+    args.methods = Named::calibrated(&artifact, &[oracle(), FULL]);
+    eval(&args, None, global)
 }
 
-fn eval(args: &Args, global: &Global) -> Result<()> {
+/// Measures the methods that are named, or the head plan of the artifact that it `follows`.
+fn eval(args: &Args, follows: Option<&Artifact>, global: &Global) -> Result<()> {
     let log = global.log();
     args.check_source()?;
     args.check_question(global)?;
@@ -65,14 +64,14 @@ fn eval(args: &Args, global: &Global) -> Result<()> {
     let decoder = &model.decoder;
     let head_plan = args
         .reading
-        .head_plan((None, None), decoder.config.sizes(), None, global)?;
+        .head_plan((None, None), decoder.config.sizes(), follows, global)?;
     let planned = head_plan.iter().flat_map(Plan::methods);
     let named: Vec<MethodName> = args.named().map(|named| named.method).chain(planned).collect();
     args.reading.warn_of_unused(&named, head_plan.as_ref(), global);
-    args.warn_of_unused(global);
+    args.warn_of_unused(head_plan.is_some(), global);
     let artifacts = args.artifacts().map(|path| args.reading.open(path, decoder, log));
     let artifacts: Vec<Artifact> = artifacts.collect::<Result<_>>()?;
-    let entries = plan::entries(args, &artifacts);
+    let entries = plan::entries(args, &artifacts, head_plan.is_some());
     let method = |entry: &Entry| {
         let Named { method, tail } = entry.named;
         let artifact = artifacts.get(entry.artifact);

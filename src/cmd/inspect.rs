@@ -213,7 +213,9 @@ fn summary(artifact: &Artifact, args: &Args, is_brief: bool) -> Result<String> {
         out += &paragraph("", &line);
     }
     if let Some(plan) = Plan::of_artifact(artifact)? {
-        out += &paragraph("head plan", &plan.text());
+        let repeats = Plan::given(artifact)?.is_none();
+        let why = if repeats { " (as recommended)" } else { "" };
+        out += &paragraph("head plan", &format!("{}{why}", plan.text()));
     }
     if is_brief {
         let sections = artifact.sections();

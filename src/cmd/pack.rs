@@ -10,6 +10,7 @@ use crate::calibration::model_manifest;
 use crate::cmd::args::{Global, model_folder};
 use crate::cmd::reading::read_plan;
 use crate::error::Result;
+use crate::method::plan::Plan;
 use crate::method::sections::SECTIONS;
 
 /// Arguments of `pack`.
@@ -28,6 +29,16 @@ pub struct Args {
     /// Artifact file to write
     #[arg(short, long, value_name = "ART.safetensors")]
     output: PathBuf,
+}
+
+/// Returns the first head plan of the files that does not only repeat a verdict, since verdicts are left out.
+fn first_given(parts: &[Artifact]) -> Result<Option<Plan>> {
+    for part in parts {
+        if let Some(plan) = Plan::given(part)? {
+            return Ok(Some(plan));
+        }
+    }
+    Ok(None)
 }
 
 /// Runs `pack`.
@@ -51,9 +62,11 @@ pub fn run(args: &Args, global: &Global) -> Result<()> {
     for part in &parts {
         part.check_model(&model.fingerprint, model.sizes)?;
     }
-    let plan = args.head_plan.as_ref().map(|path| read_plan(path, model.sizes));
-    let plan = plan.transpose()?.map(|plan| plan.json());
-    artifact::pack(output, &parts, plan)?;
+    let plan = match &args.head_plan {
+        Some(path) => Some(read_plan(path, model.sizes)?),
+        None => first_given(&parts)?,
+    };
+    artifact::pack(output, &parts, plan.map(|plan| plan.json()))?;
     let sections = parts.iter().flat_map(Artifact::sections);
     let mut names: Vec<&str> = Vec::new();
     for section in sections {

@@ -145,7 +145,7 @@ impl Reading {
     }
 
     /// Reads the head plan, if one is given, and puts what the flags say for all KV heads in its place. Without one, it is that
-    /// of the artifact if `follows` and there is one.
+    /// which the artifact `follows` was given, if there is one.
     ///
     /// # Errors
     /// A file that is no head plan, or that of a model of other sizes.
@@ -158,7 +158,7 @@ impl Reading {
     ) -> Result<Option<Plan>> {
         let plan = match (&self.head_plan, follows) {
             (Some(path), _) => Some(read_plan(path, sizes)?),
-            (None, Some(artifact)) => Plan::of_artifact(artifact)?,
+            (None, Some(artifact)) => Plan::given(artifact)?,
             (None, None) => None,
         };
         let Some(mut plan) = plan else {

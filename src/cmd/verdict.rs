@@ -14,6 +14,7 @@ use crate::cmd::flags::{not_negative, parse_positive_count, parse_share};
 use crate::corpus::{CorpusManifest, Reserve};
 use crate::dump::Dump;
 use crate::error::{Error, Result};
+use crate::method::plan::Plan;
 use crate::method::sections::SECTIONS;
 use crate::runner::eval::FEWEST;
 use crate::runner::verdict::BLOCK;
@@ -153,7 +154,10 @@ pub fn run(args: &Args, global: &Global) -> Result<()> {
     if let Some(usual) = summary(&verdict) {
         note += &format!("\n{usual}");
     }
-    artifact::write_with_verdict(output, &artifact, verdict)?;
+    if Plan::given(&artifact)?.is_some() {
+        note += "\nthe artifact keeps its head plan, which `run` follows instead";
+    }
+    artifact::write_with_verdict(output, &artifact, Plan::judged(&artifact, verdict)?)?;
     finish(global, &note, &args.output, &document)
 }
 

@@ -19,6 +19,7 @@ use crate::wording::counted;
 
 mod document;
 mod planned;
+mod recommended;
 
 pub use document::FORM;
 

@@ -6,15 +6,15 @@ use crate::error::{Error, Result};
 use crate::kv::{Budget, KvType};
 use crate::method::Method;
 use crate::method::declaration::Ask;
-use crate::method::named::Named;
 use crate::method::params::MethodParams;
+use crate::method::plan::Plan;
 use crate::model::Model;
 
-/// Prepares the method that an artifact recommends for a model, with the budget and the type of the cache that it was measured
-/// with.
+/// Prepares the methods of an artifact's head plan for a model, with the budgets and the row formats of the plan. A file
+/// without a plan is served as its verdict recommends.
 ///
 /// # Errors
-/// The artifact is for another model, has no verdict, or one that recommends nothing.
+/// The artifact is for another model, or has neither a plan nor a verdict that recommends something.
 pub fn recommended(
     artifact: &Artifact,
     model: &Model,
@@ -22,18 +22,7 @@ pub fn recommended(
 ) -> Result<(Box<dyn Method>, DecodeOptions)> {
     let decoder = &model.decoder;
     artifact.check_model(&model.fingerprint()?, decoder.config.sizes())?;
-    let verdict = artifact.manifest.quality.methods.as_ref().ok_or_else(|| {
-        Error::not_found("the artifact has no verdict").hint("measure one, or choose a method and a budget")
-    })?;
-    let (row, of) = verdict.usual().ok_or_else(|| {
-        let why = if verdict.dropped_all() {
-            "every method was dropped after the first blocks"
-        } else {
-            "no method reads as little as was asked for"
-        };
-        Error::not_found(format!("the artifact's verdict recommends nothing: {why}"))
-            .hint("measure larger shares of the bytes or longer blocks, or choose a method and a budget")
-    })?;
+    let plan = plan(artifact)?;
     let params = MethodParams::default();
     let ask = Ask {
         artifact: Some(artifact),
@@ -42,11 +31,35 @@ pub fn recommended(
         params: &params,
         seed,
     };
-    let method = Named::of_row(row)?.prepare(&ask)?;
-    let kv = KvType::named(&verdict.kv).unwrap_or(KvType::BF16);
+    // What all KV heads have in common; a plan in which they differ has its own for each.
+    let (budget, kv) = (
+        plan.budget().unwrap_or(Budget::USUAL),
+        plan.kv().unwrap_or(KvType::BF16),
+    );
     let options = DecodeOptions {
+        sinks: plan.sinks,
+        window: plan.window,
         packed: params.selfindex.layout(Some(artifact))?,
-        ..DecodeOptions::new(Budget::Fraction(of.budget), kv)
+        ..DecodeOptions::new(budget, kv)
     };
-    Ok((method, options))
+    Ok((plan.prepare(&ask)?, options))
+}
+
+/// Returns the artifact's head plan; of a file without one, what its verdict recommends.
+fn plan(artifact: &Artifact) -> Result<Plan> {
+    if let Some(plan) = Plan::of_artifact(artifact)? {
+        return Ok(plan);
+    }
+    let verdict = artifact.manifest.quality.methods.as_ref().ok_or_else(|| {
+        Error::not_found("the artifact has no verdict").hint("measure one, or choose a method and a budget")
+    })?;
+    Plan::recommended(verdict, artifact.sizes)?.ok_or_else(|| {
+        let why = if verdict.dropped_all() {
+            "every method was dropped after the first blocks"
+        } else {
+            "no method reads as little as was asked for"
+        };
+        Error::not_found(format!("the artifact's verdict recommends nothing: {why}"))
+            .hint("measure larger shares of the bytes or longer blocks, or choose a method and a budget")
+    })
 }

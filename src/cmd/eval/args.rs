@@ -167,11 +167,11 @@ impl Args {
     }
 
     /// Warns of flags of `eval` that have no effect.
-    pub(super) fn warn_of_unused(&self, global: &Global) {
+    pub(super) fn warn_of_unused(&self, has_plan: bool, global: &Global) {
         let (log, given) = (global.log(), |flag: &str| {
             global.given.iter().any(|given| given == flag)
         });
-        if self.reading.has_plan() && self.named().next().is_none() && given("budgets") {
+        if has_plan && self.named().next().is_none() && given("budgets") {
             log.warn("--budgets has no effect here: a head plan has budgets of its own");
         } else if self.named().all(|named| named.method == FULL) {
             for flag in ["budgets", "reads"].into_iter().filter(|flag| given(flag)) {

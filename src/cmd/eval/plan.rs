@@ -54,8 +54,8 @@ impl Entry {
 }
 
 /// Lists each method with the first artifact (or none), then with each further artifact that it reads; first those of
-/// `--methods`, then those of `--also`; last the head plan, with the first artifact.
-pub fn entries(args: &Args, artifacts: &[Artifact]) -> Vec<Entry> {
+/// `--methods`, then those of `--also`; last the head plan, if there is one, with the first artifact.
+pub fn entries(args: &Args, artifacts: &[Artifact], has_plan: bool) -> Vec<Entry> {
     let mut entries = Vec::new();
     let plain = args.methods.iter().map(|asked| (asked, None));
     let others = args.also.iter().enumerate();
@@ -85,7 +85,7 @@ pub fn entries(args: &Args, artifacts: &[Artifact]) -> Vec<Entry> {
             is_plan: false,
         }));
     }
-    entries.extend(args.reading.has_plan().then(Entry::of_plan));
+    entries.extend(has_plan.then(Entry::of_plan));
     entries
 }
 
