@@ -84,7 +84,7 @@ use internal::{
 
 // What an artifact says.
 pub use artifact::{
-    Answered, Artifact, HeadLosses, HeadReport, Intervals, Limits, Manifest, Measured, MeasuredProbe,
+    Answered, Artifact, HeadLosses, HeadReport, Intervals, LossLimits, Manifest, Measured, MeasuredProbe,
     MeasuredTexts, MethodLoss, OtherLosses, Quality, SectionKind, SectionManifest, SectionView, Verdict,
 };
 // Calibration: text or a dump in, an artifact out.

@@ -3,7 +3,7 @@
 use kvsmith::internal::compute::attention::visible;
 use kvsmith::internal::compute::reference::dot;
 use kvsmith::internal::kv::packed::Center;
-use kvsmith::internal::kv::{Budget, KvHead, KvType};
+use kvsmith::internal::kv::{Budget, KvHead, KvType, Limits};
 use kvsmith::internal::method::pqcache::{PqCache, PqCacheParams};
 use kvsmith::internal::method::quest::{PAGE, Quest};
 use kvsmith::internal::method::snapkv::{POOL, QUERIES, SnapKv};
@@ -172,10 +172,11 @@ fn words_of_pqcache_are_those_of_the_prompt_without_its_sinks() {
             kv_head: 1,
             group: 2,
             head_dim: d,
-            model_window: None,
-            sinks,
-            window: 8,
-            budget: Budget::Count(9),
+            limits: Limits {
+                sinks,
+                window: 8,
+                ..Limits::new(Budget::Count(9))
+            },
             kv: KvType::F32,
         };
         let head = case.prefilled(PqCache::new(&place, &PqCacheParams::default(), seed));

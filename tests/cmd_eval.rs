@@ -7,7 +7,7 @@ use kvsmith::internal::artifact::Artifact;
 use kvsmith::internal::compute::reference;
 use kvsmith::internal::kv::Budget;
 use kvsmith::internal::kv::packed::Center;
-use kvsmith::internal::kv::{KvHead, KvType};
+use kvsmith::internal::kv::{KvHead, KvType, Limits};
 use kvsmith::internal::method::registry::{METHODS, MethodName};
 use kvsmith::internal::method::sections::SECTIONS;
 use kvsmith::internal::method::{Method, Place, Prompt, Step};
@@ -293,9 +293,11 @@ fn naive_kl(decoder: &Decoder, documents: &[Vec<u32>], budget: f64) -> f64 {
         let logits = |name: MethodName| -> Vec<Array1<f64>> {
             let method = prepared(name, None, decoder);
             let options = DecodeOptions {
-                sinks: 2,
-                window: 4,
-                budget: Budget::Fraction(budget),
+                limits: Limits {
+                    sinks: 2,
+                    window: 4,
+                    ..Limits::new(Budget::Fraction(budget))
+                },
                 kv: KvType::F32,
                 packed: Center::Median.into(),
                 granule: 64,
@@ -349,9 +351,11 @@ fn drive(
 ) -> Driven {
     let method = prepared(name, Some(artifact), decoder);
     let options = DecodeOptions {
-        sinks: 1,
-        window: 3,
-        budget,
+        limits: Limits {
+            sinks: 1,
+            window: 3,
+            ..Limits::new(budget)
+        },
         kv,
         packed: Center::Median.into(),
         granule: 64,
@@ -485,8 +489,8 @@ fn shadow_recall(
                 let step = Step {
                     step: steps,
                     visible: 0..t + 1,
-                    candidates: place.sinks..t + 1 - place.window,
-                    budget: place.budget.positions(t + 1),
+                    candidates: place.limits.sinks..t + 1 - place.limits.window,
+                    budget: place.limits.budget.positions(t + 1),
                     q_pre: states.q_pre.slice(s![c * r..(c + 1) * r, t, ..]),
                     q_rope: q,
                     kv: &kv,
@@ -540,10 +544,11 @@ fn recall_is_that_of_a_choice_along_the_full_trajectory() {
                     kv_head: 0,
                     group: c.group(),
                     head_dim: c.head_dim,
-                    model_window: None,
-                    sinks: 1,
-                    window: 3,
-                    budget: Budget::Count(8),
+                    limits: Limits {
+                        sinks: 1,
+                        window: 3,
+                        ..Limits::new(Budget::Count(8))
+                    },
                     kv,
                 };
                 let own = shadow_recall(states, method.as_ref(), &place, &turns);

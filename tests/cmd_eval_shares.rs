@@ -2,7 +2,7 @@
 
 use crate::common::*;
 use kvsmith::internal::kv::packed::Center;
-use kvsmith::internal::kv::{Budget, KvType};
+use kvsmith::internal::kv::{Budget, KvType, Limits};
 use kvsmith::internal::method::registry::MethodName;
 use kvsmith::internal::model::Decoder;
 use kvsmith::internal::runner::{DecodeOptions, Session};
@@ -62,9 +62,11 @@ fn logits(
 ) -> Vec<Array1<f64>> {
     let method = prepared(name, None, decoder);
     let options = DecodeOptions {
-        sinks: 1,
-        window: 3,
-        budget,
+        limits: Limits {
+            sinks: 1,
+            window: 3,
+            ..Limits::new(budget)
+        },
         kv: KvType::F32,
         packed: Center::Median.into(),
         granule: 64,

@@ -222,7 +222,7 @@ fn a_calibration_is_that_of_the_command() {
     let run =
         format!("run --model {model} --artifact {by_command} --tokens {prompt} --max-new 2 --seed 7 --json");
     let run = kvsmith(&run).json();
-    assert_eq!(run["budget"], json!(Budget::value(options.budget)));
+    assert_eq!(run["budget"], json!(Budget::value(options.limits.budget)));
     let plain = scratch.make(
         "plain",
         &format!(

@@ -1,7 +1,7 @@
 //! Head plans: KV heads of one layer with methods, budgets and row formats of their own.
 
 use crate::common::*;
-use kvsmith::internal::kv::{Budget, KvType};
+use kvsmith::internal::kv::{Budget, KvType, Limits};
 use kvsmith::internal::method::Method;
 use kvsmith::internal::method::declaration::Ask;
 use kvsmith::internal::method::params::MethodParams;
@@ -37,8 +37,11 @@ impl Calibrated {
 
 fn options(budget: Budget, kv: KvType) -> DecodeOptions {
     DecodeOptions {
-        sinks: 2,
-        window: 4,
+        limits: Limits {
+            sinks: 2,
+            window: 4,
+            ..Limits::new(budget)
+        },
         ..DecodeOptions::new(budget, kv)
     }
 }

@@ -3,9 +3,9 @@
 use crate::common::{Calibrated, all_golden, documents, prepared, relative_error};
 use kvsmith::internal::env::Env;
 use kvsmith::internal::error::ErrorKind;
-use kvsmith::internal::kv::KvType;
 use kvsmith::internal::kv::budget::Budget;
 use kvsmith::internal::kv::packed::Center;
+use kvsmith::internal::kv::{KvType, Limits};
 use kvsmith::internal::method::Method;
 use kvsmith::internal::method::registry::{METHODS, MethodName};
 use kvsmith::internal::model::Decoder;
@@ -36,9 +36,11 @@ impl Calibrated {
 
 fn options(budget: Budget, kv: KvType) -> DecodeOptions {
     DecodeOptions {
-        sinks: 2,
-        window: 4,
-        budget,
+        limits: Limits {
+            sinks: 2,
+            window: 4,
+            ..Limits::new(budget)
+        },
         kv,
         packed: Center::Median.into(),
         granule: 64,
@@ -209,7 +211,12 @@ fn what_an_engine_cannot_do_is_refused_and_changes_nothing() {
     assert_eq!(engine.sequences().count(), 0);
     let c = engine.open(32).unwrap();
     let expected = alone(
-        model.session(MethodName::named("topk").unwrap(), options.budget, options.kv, 32),
+        model.session(
+            MethodName::named("topk").unwrap(),
+            options.limits.budget,
+            options.kv,
+            32,
+        ),
         &model.ids[..21],
         1,
     );
@@ -248,9 +255,11 @@ fn a_long_prompt_tells_its_progress_within_a_layer() {
     let session = || {
         let method = prepared(METHODS[0], None, &decoder);
         let options = DecodeOptions {
-            sinks: 2,
-            window: 4,
-            budget: Budget::Fraction(1.0),
+            limits: Limits {
+                sinks: 2,
+                window: 4,
+                ..Limits::new(Budget::Fraction(1.0))
+            },
             kv: KvType::F32,
             packed: Center::Median.into(),
             granule: 64,
@@ -319,9 +328,11 @@ fn a_look_at_full_attention_changes_nothing() {
 fn an_evaluation_tells_its_progress() {
     for model in Calibrated::all() {
         let options = DecodeOptions {
-            sinks: 2,
-            window: 4,
-            budget: Budget::Count(9),
+            limits: Limits {
+                sinks: 2,
+                window: 4,
+                ..Limits::new(Budget::Count(9))
+            },
             kv: KvType::BF16,
             packed: Center::Median.into(),
             granule: 64,

@@ -11,7 +11,7 @@ use common::random::noise;
 use common::{methods, plain_rope, trials};
 use kvsmith::internal::compute::attention::{self, CachedRows, Partial};
 use kvsmith::internal::kv::packed::Center;
-use kvsmith::internal::kv::{Budget, KvHead, KvType, RowCache, RowStore};
+use kvsmith::internal::kv::{Budget, KvHead, KvType, Limits, RowCache, RowStore};
 use kvsmith::internal::method::a2ats::{A2ats, HeadCodebook};
 use kvsmith::internal::method::ctkvr::{Ctkvr, CtkvrParams};
 use kvsmith::internal::method::{Place, Prompt, Retriever, Step};
@@ -64,10 +64,11 @@ fn place(group: usize, head_dim: usize, budget: Budget) -> Place {
         kv_head: 0,
         group,
         head_dim,
-        model_window: None,
-        sinks: 4,
-        window: 8,
-        budget,
+        limits: Limits {
+            sinks: 4,
+            window: 8,
+            ..Limits::new(budget)
+        },
         kv: KvType::F32,
     }
 }
@@ -122,10 +123,8 @@ fn triattention_scores_again_after_128_positions() {
     let mut rng = ChaCha8Rng::seed_from_u64(12);
     // More steps than the window has positions are new at the end of a round, and sometimes more than the budget.
     for (model_window, budget) in [(None, 60), (Some(190), 150), (None, 7)] {
-        let place = Place {
-            model_window,
-            ..place(3, 16, Budget::Count(budget))
-        };
+        let mut place = place(3, 16, Budget::Count(budget));
+        place.limits.model_window = model_window;
         let (program, model) = naive::triattention::make(&mut rng, &place);
         let mut head = Head::new(rng.clone(), place, Center::Median, program, model);
         head.prefill(100).unwrap();

@@ -5,7 +5,7 @@ use std::sync::LazyLock;
 
 use kvsmith::internal::artifact::Artifact;
 use kvsmith::internal::kv::packed::Center;
-use kvsmith::internal::kv::{Budget, KvType};
+use kvsmith::internal::kv::{Budget, KvType, Limits};
 use kvsmith::internal::method::declaration::Ask;
 use kvsmith::internal::method::params::MethodParams;
 use kvsmith::internal::method::plan::Plan;
@@ -76,9 +76,11 @@ fuzz_target!(|data: &[u8]| {
         return;
     };
     let options = DecodeOptions {
-        sinks: 1,
-        window: 1,
-        budget: Budget::Count(2),
+        limits: Limits {
+            sinks: 1,
+            window: 1,
+            ..Limits::new(Budget::Count(2))
+        },
         kv: KvType::F32,
         packed: Center::Median.into(),
         granule: 64,

@@ -26,7 +26,7 @@ pub struct Verdict {
     pub texts: Vec<MeasuredTexts>,
     /// The limits of the recommendation; `None` in files of earlier versions.
     #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub limits: Option<Limits>,
+    pub limits: Option<LossLimits>,
     /// The retrieval probe; `None` if the methods were not probed.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub probe: Option<MeasuredProbe>,
@@ -54,7 +54,7 @@ pub struct MeasuredTexts {
 
 /// What a recommended method may lose: the upper ends of the intervals are compared with these limits.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
-pub struct Limits {
+pub struct LossLimits {
     /// Mean KL divergence on the blocks of text, in nats.
     pub kl: f64,
     /// Points of the probe below full attention.

@@ -211,8 +211,8 @@ fn conditions(
         "artifacts": files.map(artifact).collect::<Vec<_>>(),
         "kv": options.kv,
         "weights": decoder.stored()?.name(),
-        "sinks": options.sinks,
-        "window": options.window,
+        "sinks": options.limits.sinks,
+        "window": options.limits.window,
         "granule": options.granule,
         "reads_granule": args.granule,
     }))

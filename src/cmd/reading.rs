@@ -15,7 +15,7 @@ use crate::compute::device::Device;
 use crate::error::{Error, Result};
 use crate::kv::format::FORMATS;
 use crate::kv::static_set::{SINKS, WINDOW};
-use crate::kv::{Budget, KvType};
+use crate::kv::{Budget, KvType, Limits};
 use crate::machine::{Machine, RowsIn};
 use crate::method::declaration::Ask;
 use crate::method::params::MethodParams;
@@ -130,9 +130,11 @@ impl Reading {
         device: &dyn Device,
     ) -> Result<DecodeOptions> {
         Ok(DecodeOptions {
-            sinks: self.sinks,
-            window: self.window,
-            budget,
+            limits: Limits {
+                sinks: self.sinks,
+                window: self.window,
+                ..Limits::new(budget)
+            },
             kv: self.kv_type(usual, device),
             packed: self.methods.0.selfindex.layout(artifact)?,
             granule: CPU_GRANULE,
@@ -202,9 +204,7 @@ impl Reading {
     /// Returns the options with the static set of a head plan, and with its budget and its formats if all KV heads have the same.
     pub(super) fn following(plan: &Plan, options: DecodeOptions) -> DecodeOptions {
         DecodeOptions {
-            sinks: plan.sinks,
-            window: plan.window,
-            budget: plan.budget().unwrap_or(options.budget),
+            limits: plan.limits(options.limits.budget),
             kv: plan.kv().unwrap_or(options.kv),
             ..options
         }

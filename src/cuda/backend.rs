@@ -22,9 +22,9 @@ use crate::compute::cuda::driver::{Purpose, Recording, allocating};
 use crate::error::{Error, Result};
 use crate::kv::cuda::attend::Attention;
 use crate::kv::cuda::cache::{LayerCache, bytes_per_position, fixed_bytes};
-use crate::kv::cuda::{Limits, Positions, Shape};
+use crate::kv::cuda::{Positions, Shape};
 use crate::kv::sample::Sampler;
-use crate::kv::{Budget, KvType};
+use crate::kv::{Budget, KvType, Limits};
 use crate::method::bench::{Bench, BenchParams, Contents};
 use crate::method::cuda::{CudaIndex, CudaStep, Indexes, OnDevice, ServedLayer, TALLIES};
 use crate::method::{CUDA_GRANULE, Method, Reads};
@@ -155,7 +155,7 @@ impl<'a> CudaBackend<'a> {
             method.indexes(at, &contents)
         };
         let space = NewSpace {
-            budget: options.budget,
+            budget: options.limits.budget,
             kv: options.kv,
             count: body.config.n_kv_heads,
             layers: None,
@@ -195,12 +195,9 @@ impl<'a> CudaBackend<'a> {
                 shape,
                 kv: of.kv,
             };
-            let own = if is_part || of.budget != options.budget {
-                let options = DecodeOptions {
-                    budget: of.budget,
-                    ..options
-                };
-                Some(Windows::new(driver, shape, &options, &config.windows())?)
+            let own = if is_part || of.budget != options.limits.budget {
+                let limits = options.limits.with_budget(of.budget);
+                Some(Windows::new(driver, shape, limits, &config.windows())?)
             } else {
                 None
             };

@@ -5,8 +5,9 @@ use crate::compute::cuda::buffer::Buffer;
 use crate::compute::cuda::driver::Driver;
 use crate::error::Result;
 use crate::float::Float;
+use crate::kv::Limits;
+use crate::kv::cuda::Positions;
 use crate::kv::cuda::attend::LayerRows;
-use crate::kv::cuda::{Limits, Positions};
 
 /// One layer's keys and values of one sequence.
 pub struct LayerContext<'d> {

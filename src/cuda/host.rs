@@ -366,7 +366,10 @@ impl Backend for HostBackend<'_> {
         static_set.advance(at.position)?;
         let (model, blocks) = (&*model, &model.body.config.blocks);
         model.step(at.step, trace, &mut |number| {
-            let set = StaticSet::at(at.position, blocks[number].window, options.sinks, options.window);
+            let set = options
+                .limits
+                .in_layer(blocks[number].window)
+                .static_set(at.position);
             let positions = model.windows.of(number);
             let arrived = layers[number].fetch(&model.space.work, static_set, positions, &set, at.step)?;
             let chosen = layers[number].attend(&model.space.work, static_set, &set, arrived)?;

@@ -32,7 +32,7 @@ impl<'a> DeviceModel<'a> {
         Ok(Self {
             rotation: Rotation::new(body.driver, &body.rope, 0, shape.capacity)?,
             space: StepSpace::new(&body, shape.sequences)?,
-            windows: Windows::new(body.driver, shape, options, &body.config.windows())?,
+            windows: Windows::new(body.driver, shape, options.limits, &body.config.windows())?,
             body,
         })
     }

@@ -21,7 +21,7 @@ impl<'m> Served<'m> {
     pub fn all(method: &'m dyn Method, options: &DecodeOptions) -> Vec<Self> {
         let whole = Self {
             method,
-            budget: options.budget,
+            budget: options.limits.budget,
             kv: options.kv,
             heads: None,
         };
@@ -30,8 +30,8 @@ impl<'m> Served<'m> {
         let is_one = parts.len() == 1;
         let part = |part: MethodPart<'m>| Self {
             method: part.method,
-            budget: part.limits.map_or(options.budget, |limits| limits.budget),
-            kv: part.limits.map_or(options.kv, |limits| limits.kv),
+            budget: part.plan.map_or(options.limits.budget, |plan| plan.budget),
+            kv: part.plan.map_or(options.kv, |plan| plan.kv),
             heads: Some(part.heads).filter(|_| !is_one),
         };
         let parts: Vec<Self> = parts.into_iter().map(part).collect();

@@ -2,8 +2,8 @@
 
 use crate::compute::cuda::driver::Driver;
 use crate::error::Result;
-use crate::kv::cuda::{Limits, Positions, Shape};
-use crate::runner::DecodeOptions;
+use crate::kv::Limits;
+use crate::kv::cuda::{Positions, Shape};
 
 /// The positions of a model's layers, one set per different sliding window.
 pub(super) struct Windows<'d> {
@@ -14,14 +14,14 @@ pub(super) struct Windows<'d> {
 }
 
 impl<'d> Windows<'d> {
-    /// Makes the positions of empty caches; `windows` holds the sliding window of every layer.
+    /// Makes the positions of empty caches with these limits; `windows` holds the sliding window of every layer.
     ///
     /// # Errors
     /// Out of memory.
     pub fn new(
         driver: &'d dyn Driver,
         shape: Shape,
-        options: &DecodeOptions,
+        limits: Limits,
         windows: &[Option<usize>],
     ) -> Result<Self> {
         let (mut positions, mut of_layer) = (Vec::<Positions<'d>>::new(), Vec::new());
@@ -29,13 +29,7 @@ impl<'d> Windows<'d> {
             let known = positions.iter().position(|p| p.limits.model_window == *window);
             of_layer.push(known.unwrap_or(positions.len()));
             if known.is_none() {
-                let limits = Limits {
-                    sinks: options.sinks,
-                    window: options.window,
-                    model_window: *window,
-                    budget: options.budget,
-                };
-                positions.push(Positions::new(driver, shape, limits)?);
+                positions.push(Positions::new(driver, shape, limits.in_layer(*window))?);
             }
         }
         Ok(Self { positions, of_layer })

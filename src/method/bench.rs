@@ -8,7 +8,7 @@ use super::{Place, Ranking, Retriever};
 use crate::artifact::Artifact;
 use crate::error::{Error, Result};
 use crate::kv::KvType;
-use crate::kv::cuda::Limits;
+use crate::kv::Limits;
 use crate::parameters::{ParameterSet, Parameters};
 
 /// What can be timed on an NVIDIA GPU. On the CPU, a single layer can always be timed.

@@ -99,7 +99,7 @@ impl Ctkvr {
 
     /// Returns the length of a list, rho, for `n` visible positions.
     pub fn list_len(&self, n: usize) -> usize {
-        (self.params.ct_list * self.place.budget.positions(n).min(n) as f64).ceil() as usize
+        (self.params.ct_list * self.place.limits.budget.positions(n).min(n) as f64).ceil() as usize
     }
 
     /// Returns the number of centroids, C, for a cache of `n` positions: the requested number, reduced to stay within
@@ -112,7 +112,7 @@ impl Ctkvr {
             Some(count) => (count, given),
             None => (by_length, by_default),
         };
-        let seen = visible(n.max(1) - 1, self.place.model_window).len();
+        let seen = visible(n.max(1) - 1, self.place.limits.model_window).len();
         let bytes = self.list_len(seen).saturating_mul(4).saturating_add(2 * r * d);
         let allowed = share * (n * self.place.kv.bytes_per_position(d)) as f64;
         wanted.min((allowed / bytes as f64) as usize).max(1)
@@ -218,13 +218,16 @@ impl Retriever for Ctkvr {
         let (r, m, d) = prompt.q_rope.dim();
         let n = prompt.keys.nrows();
         let capacity = self.capacity(n);
-        let (sinks, window) = (self.place.sinks, n.saturating_sub(self.place.window));
+        let (sinks, window) = (
+            self.place.limits.sinks,
+            n.saturating_sub(self.place.limits.window),
+        );
         let scale = 1.0 / (d as f32).sqrt();
         for tile in self.centroid_rows(m, n).chunks(TILE) {
             let (first_row, last_row) = (prompt.first + tile[0], prompt.first + tile[tile.len() - 1]);
             // From the first position that the first row sees up to the last row's own position.
-            let seen = visible(first_row, self.place.model_window).start..last_row + 1;
-            let model_window = self.place.model_window;
+            let seen = visible(first_row, self.place.limits.model_window).start..last_row + 1;
+            let model_window = self.place.limits.model_window;
             let own = |i: usize| visible(prompt.first + i, model_window);
             let keys = prompt.keys.slice(s![seen.clone(), ..]);
             let mut weights = Array2::<f32>::zeros((tile.len(), seen.len()));
@@ -321,7 +324,7 @@ impl Retriever for Ctkvr {
     }
 
     fn bytes_for(&self, place: &Place, positions: usize) -> usize {
-        let visible = visible(positions.max(1) - 1, place.model_window).len();
+        let visible = visible(positions.max(1) - 1, place.limits.model_window).len();
         let list = self.list_len(visible) * size_of::<u32>();
         self.capacity(positions) * (list + place.group * place.head_dim * size_of::<f16>())
     }
@@ -342,7 +345,7 @@ fn by_length(params: &CtkvrParams, n: usize) -> usize {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::kv::{Budget, KvType};
+    use crate::kv::{Budget, KvType, Limits};
 
     #[test]
     fn the_cap_follows_the_type_of_the_cache() {
@@ -352,10 +355,7 @@ mod tests {
                 kv_head: 0,
                 group: 4,
                 head_dim: 64,
-                model_window: None,
-                sinks: 4,
-                window: 64,
-                budget: Budget::Count(256),
+                limits: Limits::new(Budget::Count(256)),
                 kv,
             };
             let index = Ctkvr::new(&place, &CtkvrParams::default());

@@ -12,8 +12,8 @@ use crate::error::{Error, Result};
 use crate::kv::cuda::attend::{Attention, LayerRows};
 use crate::kv::cuda::cache::LayerCache;
 use crate::kv::cuda::prompt::{Prompts, Queries};
-use crate::kv::cuda::{Limits, Positions, Rotated, Selection, Shape};
-use crate::kv::{KvType, StaticSet};
+use crate::kv::cuda::{Positions, Rotated, Selection, Shape};
+use crate::kv::{KvType, Limits, StaticSet};
 
 /// What a session requires of a method's index on the GPU.
 #[derive(Clone, Copy, Debug)]
@@ -52,10 +52,7 @@ impl OnDevice<'_> {
             kv_head,
             group: self.shape.group,
             head_dim: self.shape.head_dim,
-            model_window: limits.model_window,
-            sinks: limits.sinks,
-            window: limits.window,
-            budget: limits.budget,
+            limits: *limits,
             kv: self.kv,
         }
     }

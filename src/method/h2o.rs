@@ -21,7 +21,7 @@ pub static METHOD: Declaration = Declaration {
     help: "The positions that were attended most so far (H2O, arXiv 2306.14048)",
     section: None,
     verdict: InVerdict::IfCalibrated,
-    prepare: |_| Ok(Box::new(|place: &Place| H2o::new(place.model_window))),
+    prepare: |_| Ok(Box::new(|place: &Place| H2o::new(place.limits.model_window))),
     bench: None,
 };
 

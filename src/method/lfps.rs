@@ -90,7 +90,7 @@ impl LfpsMethod {
             let head = place.kv_head * place.group + a;
             let prior = self.priors.as_ref();
             let prior = prior.map(|p| Arc::clone(p.head(place.layer, head)));
-            QueryHead::new(&self.params, prior, place.sinks)
+            QueryHead::new(&self.params, prior, place.limits.sinks)
         });
         Lfps {
             place: *place,
@@ -144,7 +144,7 @@ impl Lfps {
 
     /// Returns the visible positions without the sinks.
     fn rest(&self, visible: &Range<usize>) -> Range<usize> {
-        visible.start.max(self.place.sinks).min(visible.end)..visible.end
+        visible.start.max(self.place.limits.sinks).min(visible.end)..visible.end
     }
 
     /// Tests every query head for the bypass. Returns the results of the bypassed heads, and the positions besides the
@@ -217,7 +217,7 @@ impl Lfps {
         for a in 0..self.heads.len() {
             let mut learnt = 0;
             for i in rows.clone() {
-                let (seen, mut scores) = prompt.scores(a, i, self.place.model_window);
+                let (seen, mut scores) = prompt.scores(a, i, self.place.limits.model_window);
                 let rest = self.rest(&seen);
                 // The softmax is over the non-sinks alone; with the sinks, their weights would nearly vanish.
                 let weights = &mut scores[rest.start - seen.start..];
@@ -242,7 +242,7 @@ impl Lfps {
         if !prompt.kv.kind().keeps_rows() {
             self.mean = RunningMean::default();
         }
-        let rest = self.rest(&visible(n - 1, self.place.model_window));
+        let rest = self.rest(&visible(n - 1, self.place.limits.model_window));
         self.mean.cover(rest, prompt.kv, prompt.keys.ncols());
     }
 
@@ -250,8 +250,13 @@ impl Lfps {
     fn observe_variance(&mut self, prompt: &Prompt) {
         let last = prompt.q_rope.len_of(Axis(1)) - 1;
         for (a, head) in self.heads.iter_mut().enumerate() {
-            let (seen, scores) = prompt.scores(a, last, self.place.model_window);
-            let rest = &scores[self.place.sinks.saturating_sub(seen.start).min(scores.len())..];
+            let (seen, scores) = prompt.scores(a, last, self.place.limits.model_window);
+            let rest = &scores[self
+                .place
+                .limits
+                .sinks
+                .saturating_sub(seen.start)
+                .min(scores.len())..];
             let norm = squared_norm(prompt.q_rope.slice(s![a, last, ..]));
             if rest.is_empty() || norm == 0.0 {
                 continue;

@@ -40,13 +40,14 @@ use multiversion::multiversion;
 use ndarray::{Array2, ArrayView2, ArrayView3, s};
 
 use self::cuda::CudaMethod;
+use self::plan::HeadPlan;
 pub use self::reads::{CPU_GRANULE, CUDA_GRANULE, Reads};
 use self::tail::Tail;
 use crate::compute::attention::{Partial, visible};
 use crate::compute::gemm;
 use crate::compute::layout::{elements, elements_mut};
 use crate::compute::simd;
-use crate::kv::{Budget, KvHead, KvType};
+use crate::kv::{KvHead, KvType, Limits};
 use crate::parameters::choices;
 
 /// A method prepared for all heads of a model.
@@ -64,8 +65,8 @@ pub trait Method: Send + Sync {
         &[]
     }
 
-    /// Returns what a KV head may choose and how its rows are cached, if heads differ ([`plan`]); otherwise what holds for all.
-    fn limits(&self, _layer: usize, _kv_head: usize) -> Option<HeadLimits> {
+    /// Returns the plan of a KV head, whose budget and formats then come before those of the session.
+    fn plan(&self, _layer: usize, _kv_head: usize) -> Option<&HeadPlan> {
         None
     }
 
@@ -105,19 +106,10 @@ impl<R: Retriever + CudaMethod + Clone + 'static> Method for Alike<R> {
 pub struct MethodPart<'m> {
     /// Their method, which has no parts.
     pub method: &'m dyn Method,
-    /// What each may choose, and how its rows are cached; `None` for what holds for the session.
-    pub limits: Option<HeadLimits>,
+    /// The plan of each, of which budget and formats count; `None` for what holds for the session.
+    pub plan: Option<&'m HeadPlan>,
     /// The heads of each layer, ascending.
     pub heads: Vec<Vec<usize>>,
-}
-
-/// What a KV head may choose, and how its rows are cached.
-#[derive(Clone, Copy, Debug, PartialEq)]
-pub struct HeadLimits {
-    /// How many positions beyond the static set may be chosen.
-    pub budget: Budget,
-    /// The formats of its rows.
-    pub kv: KvType,
 }
 
 /// The place of a KV head in the model, and the settings of its run.
@@ -131,14 +123,8 @@ pub struct Place {
     pub group: usize,
     /// Channels, d.
     pub head_dim: usize,
-    /// The model's sliding window in this layer, if it has one.
-    pub model_window: Option<usize>,
-    /// Number of first positions that are always attended.
-    pub sinks: usize,
-    /// Number of last positions that are always attended.
-    pub window: usize,
-    /// How many positions beyond the static set may be chosen.
-    pub budget: Budget,
+    /// The static set and the budget.
+    pub limits: Limits,
     /// The formats of the cache.
     pub kv: KvType,
 }

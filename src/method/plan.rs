@@ -5,15 +5,15 @@ use std::fmt;
 
 use serde_json::{Map, Value};
 
+use super::Method;
 use super::declaration::Ask;
 use super::named::Named;
 use super::params::MethodParams;
 use super::registry::MethodName;
-use super::{HeadLimits, Method};
 use crate::artifact::Artifact;
 use crate::error::{Error, Result};
 use crate::kv::static_set::{SINKS, WINDOW};
-use crate::kv::{Budget, KvType};
+use crate::kv::{Budget, KvType, Limits};
 use crate::model::Sizes;
 use crate::wording::counted;
 
@@ -94,6 +94,15 @@ impl Plan {
         self.shared(|head| head.budget)
     }
 
+    /// Returns the static set with the budget of all KV heads, or with `other` if they differ in it.
+    pub fn limits(&self, other: Budget) -> Limits {
+        Limits {
+            sinks: self.sinks,
+            window: self.window,
+            ..Limits::new(self.budget().unwrap_or(other))
+        }
+    }
+
     /// Returns the formats of all KV heads, if they are the same.
     pub fn kv(&self) -> Option<KvType> {
         self.shared(|head| head.kv)
@@ -172,13 +181,6 @@ fn at(layer: usize, kv_head: usize) -> String {
 }
 
 impl HeadPlan {
-    fn limits(&self) -> HeadLimits {
-        HeadLimits {
-            budget: self.budget,
-            kv: self.kv,
-        }
-    }
-
     /// Checks that the method has these parameters, and takes their values.
     fn check(&self) -> Result<()> {
         let name = self.method.method.as_str();

@@ -93,8 +93,8 @@ impl PqCache {
     /// # Numerics
     /// The words are means of keys, rounded to half precision; beyond its range, they become its largest value.
     fn fit(&self, keys: ArrayView2<f32>) -> Vec<Codebook> {
-        let sinks = if keys.nrows() > self.place.sinks {
-            self.place.sinks
+        let sinks = if keys.nrows() > self.place.limits.sinks {
+            self.place.limits.sinks
         } else {
             0
         };

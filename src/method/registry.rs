@@ -143,7 +143,7 @@ impl Method for FullIn {
             };
             MethodPart {
                 method,
-                limits: None,
+                plan: None,
                 heads: (0..self.sizes.n_layers).map(of_layer).collect(),
             }
         };

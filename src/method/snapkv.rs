@@ -14,7 +14,7 @@ pub static METHOD: Declaration = Declaration {
     help: "Positions that the last prompt queries attended most, chosen once after prefill (SnapKV, arXiv 2404.14469)",
     section: None,
     verdict: InVerdict::IfCalibrated,
-    prepare: |_| Ok(Box::new(|place: &Place| SnapKv::new(place.model_window))),
+    prepare: |_| Ok(Box::new(|place: &Place| SnapKv::new(place.limits.model_window))),
     bench: None,
 };
 

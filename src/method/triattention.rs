@@ -119,8 +119,8 @@ impl TriAttention {
 
     /// Returns the first position that is scored when `n` are cached.
     fn first(&self, n: usize) -> usize {
-        let seen = visible(n - 1, self.place.model_window);
-        seen.start.max(self.place.sinks).min(n)
+        let seen = visible(n - 1, self.place.limits.model_window);
+        seen.start.max(self.place.limits.sinks).min(n)
     }
 
     /// Orders the last positions of `n` by the scores of their keys, `[m,d]`. The lower position wins a tie.
@@ -227,7 +227,7 @@ impl Retriever for TriAttention {
 mod tests {
     use super::*;
     use crate::kv::packed::Center;
-    use crate::kv::{Budget, KvHead, KvType, StaticSet};
+    use crate::kv::{Budget, KvHead, KvType, Limits, StaticSet};
     use crate::model::rope::{Rope, RopeConfig, RopeScaling};
     use crate::testing::values;
 
@@ -240,10 +240,10 @@ mod tests {
             kv_head: 0,
             group: r,
             head_dim: d,
-            model_window: None,
-            sinks: 4,
-            window: 16,
-            budget: Budget::Count(budget),
+            limits: Limits {
+                window: 16,
+                ..Limits::new(Budget::Count(budget))
+            },
             kv: KvType::F32,
         };
         let config = RopeConfig {

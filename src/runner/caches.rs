@@ -148,8 +148,12 @@ pub(super) fn step(
     let positions: Vec<usize> = fed.iter().map(|fed| fed.at.position).collect();
     let mut shares = vec![Shares::default(); fed.len()];
     let attend = &mut |index: usize, rows: &Rows, out: ArrayViewMut3<f32>| {
-        let set =
-            |position: &usize| StaticSet::at(*position, blocks[index].window, options.sinks, options.window);
+        let set = |position: &usize| {
+            options
+                .limits
+                .in_layer(blocks[index].window)
+                .static_set(*position)
+        };
         let sets: Vec<StaticSet> = positions.iter().map(set).collect();
         let stepped = step_layer(fed, index, rows, &sets, options, out);
         let sequences = fed.iter_mut().zip(&sets).zip(&mut shares);

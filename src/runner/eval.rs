@@ -318,10 +318,12 @@ impl<'a> Evaluation<'a> {
     /// that there is nothing to choose.
     pub fn without_choice(&self, n: usize) -> Vec<usize> {
         let blocks = self.forward.decoder().config.blocks.iter().enumerate();
-        let DecodeOptions { sinks, window, .. } = self.options;
+        let limits = self.options.limits;
         let is_full = |block: &Block| {
             n > 0
-                && StaticSet::at(n - 1, block.window, sinks, window)
+                && limits
+                    .in_layer(block.window)
+                    .static_set(n - 1)
                     .candidates
                     .is_empty()
         };
@@ -358,7 +360,7 @@ impl<'a> Evaluation<'a> {
             .forward
             .step(ids, &vec![t; ids.len()], &mut |layer, rows, mut out| {
                 let group = rows.q_rope.len_of(Axis(0)) / heads[layer].len();
-                let set = StaticSet::at(t, blocks[layer].window, options.sinks, options.window);
+                let set = options.limits.in_layer(blocks[layer].window).static_set(t);
                 let input = StepInput {
                     rows,
                     group,

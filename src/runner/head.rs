@@ -31,7 +31,7 @@ impl Chooser {
         Self {
             retriever: method.head(&place),
             tail: method.tail(&place),
-            budget: place.budget,
+            budget: place.limits.budget,
         }
     }
 

@@ -1,20 +1,15 @@
 //! What bounds the reads of decode steps.
 
 use crate::kv::packed::{Center, Layout};
-use crate::kv::static_set::{SINKS, WINDOW};
-use crate::kv::{Budget, KvType};
-use crate::method::{CPU_GRANULE, HeadLimits, Method, Place};
+use crate::kv::{Budget, KvType, Limits};
+use crate::method::{CPU_GRANULE, Method, Place};
 use crate::model::ModelConfig;
 
 /// What bounds a decode step's reads.
 #[derive(Clone, Copy, Debug)]
 pub struct DecodeOptions {
-    /// First positions that are always attended.
-    pub sinks: usize,
-    /// Last positions that are always attended, the current one included.
-    pub window: usize,
-    /// How many other positions the method may choose.
-    pub budget: Budget,
+    /// The static set of every step, and how many other positions the method may choose.
+    pub limits: Limits,
     /// Element type of the cache.
     pub kv: KvType,
     /// How the 2-bit cache holds its rows.
@@ -27,9 +22,7 @@ impl DecodeOptions {
     /// Returns the options of a step with the static set of the command line, on the CPU.
     pub fn new(budget: Budget, kv: KvType) -> Self {
         Self {
-            sinks: SINKS,
-            window: WINDOW,
-            budget,
+            limits: Limits::new(budget),
             kv,
             packed: Center::Median.into(),
             granule: CPU_GRANULE,
@@ -44,20 +37,18 @@ impl DecodeOptions {
         layer: usize,
         kv_head: usize,
     ) -> Place {
-        let HeadLimits { budget, kv } = method.limits(layer, kv_head).unwrap_or(HeadLimits {
-            budget: self.budget,
-            kv: self.kv,
-        });
+        let plan = method.plan(layer, kv_head);
+        let limits = self.limits.in_layer(config.blocks[layer].window);
         Place {
             layer,
             kv_head,
             group: config.group(),
             head_dim: config.head_dim,
-            model_window: config.blocks[layer].window,
-            sinks: self.sinks,
-            window: self.window,
-            budget,
-            kv,
+            limits: Limits {
+                budget: plan.map_or(limits.budget, |plan| plan.budget),
+                ..limits
+            },
+            kv: plan.map_or(self.kv, |plan| plan.kv),
         }
     }
 }

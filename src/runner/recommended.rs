@@ -32,15 +32,10 @@ pub fn recommended(
         seed,
     };
     // What all KV heads have in common; a plan in which they differ has its own for each.
-    let (budget, kv) = (
-        plan.budget().unwrap_or(Budget::USUAL),
-        plan.kv().unwrap_or(KvType::BF16),
-    );
     let options = DecodeOptions {
-        sinks: plan.sinks,
-        window: plan.window,
+        limits: plan.limits(Budget::USUAL),
         packed: params.selfindex.layout(Some(artifact))?,
-        ..DecodeOptions::new(budget, kv)
+        ..DecodeOptions::new(Budget::USUAL, plan.kv().unwrap_or(KvType::BF16))
     };
     Ok((plan.prepare(&ask)?, options))
 }

@@ -4,7 +4,7 @@ use ndarray::{Array2, Array3, Axis, concatenate};
 use rand::{Rng, SeedableRng};
 use rand_chacha::ChaCha8Rng;
 
-use super::setting::{LayerSetting, SINKS, WINDOW};
+use super::setting::LayerSetting;
 use crate::error::Result;
 use crate::kv::KvHead;
 use crate::kv::packed::{Center, Layout};
@@ -50,10 +50,7 @@ impl BenchHead {
             kv_head,
             group,
             head_dim: d,
-            model_window: None,
-            sinks: SINKS,
-            window: WINDOW,
-            budget: setting.budget,
+            limits: setting.limits,
             kv: setting.kv,
         };
         let (mut retriever, fill) = new(&place, &mut rng);

@@ -17,7 +17,7 @@ use crate::error::Result;
 
 pub use head::{BenchHead, uniform};
 pub use quick::{QuickLayer, QuickStep, RUNS};
-pub use setting::{LayerSetting, ROTATED_BYTES, SINKS, WINDOW};
+pub use setting::{LayerSetting, ROTATED_BYTES};
 pub use step::{CpuSteps, bandwidth, scattered};
 
 /// Measures how long `work` takes.

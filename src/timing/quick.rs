@@ -4,7 +4,7 @@ use super::setting::LayerSetting;
 use super::step::CpuSteps;
 use crate::env;
 use crate::error::Result;
-use crate::kv::{Budget, KvType};
+use crate::kv::{Budget, KvType, Limits};
 use crate::method::Ranking;
 use crate::method::bench::{BenchParams, TimedLayer};
 use crate::method::registry::MethodName;
@@ -61,7 +61,7 @@ impl QuickLayer<'_> {
             ranking: Ranking::Fast,
             seed: self.seed,
         };
-        let (caches, params) = ((self.budget, self.kv), self.params.clone());
+        let (caches, params) = ((Limits::new(self.budget), self.kv), self.params.clone());
         let setting = LayerSetting::attending(caches, params, layer, self.config.group(), method, bench);
         env::check()?;
         let mut steps = CpuSteps::new(&setting)?;

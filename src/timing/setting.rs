@@ -2,7 +2,7 @@
 
 use ndarray::Array2;
 
-use crate::kv::{Budget, KvHead, KvType, StaticSet};
+use crate::kv::{KvHead, KvType, Limits, StaticSet};
 use crate::method::bench::{Bench, BenchParams, TimedLayer};
 use crate::method::registry::MethodName;
 use crate::method::{Choice, Ranking, Reads, Step};
@@ -13,8 +13,8 @@ pub const ROTATED_BYTES: usize = 256 << 20;
 /// One combination of shape, caches and method.
 #[derive(Clone)]
 pub struct LayerSetting {
-    /// How many positions a step may choose.
-    pub budget: Budget,
+    /// The static set, and how many positions a step may choose.
+    pub limits: Limits,
     /// Type of the cache.
     pub kv: KvType,
     /// Parameters of the index.
@@ -31,15 +31,10 @@ pub struct LayerSetting {
     pub attends: bool,
 }
 
-/// First positions that are always attended, as many as in `run` by default.
-pub const SINKS: usize = 4;
-/// Last positions that are always attended, as many as in `run` by default.
-pub const WINDOW: usize = 64;
-
 impl LayerSetting {
     /// Returns the steps of one method that choose and attend.
     pub fn attending(
-        (budget, kv): (Budget, KvType),
+        (limits, kv): (Limits, KvType),
         params: BenchParams,
         layer: TimedLayer,
         group: usize,
@@ -47,7 +42,7 @@ impl LayerSetting {
         bench: &'static dyn Bench,
     ) -> Self {
         Self {
-            budget,
+            limits,
             kv,
             params,
             layer,
@@ -60,7 +55,7 @@ impl LayerSetting {
 
     /// Returns the static set of the last position.
     pub fn static_set(&self) -> StaticSet {
-        StaticSet::at(self.layer.context - 1, None, SINKS, WINDOW)
+        self.limits.static_set(self.layer.context - 1)
     }
 
     /// Describes step number `step` of a head; the queries serve in turn.
@@ -85,7 +80,7 @@ impl LayerSetting {
 
     /// Counts the positions that a step may choose.
     pub fn budget(&self) -> usize {
-        self.budget.positions(self.layer.context)
+        self.limits.budget.positions(self.layer.context)
     }
 
     /// Tells whether a step reads cached rows.
@@ -184,7 +179,7 @@ impl LayerSetting {
             context: n,
             ..
         } = self.layer;
-        let (kv, budget) = (self.kv, self.budget.value());
+        let (kv, budget) = (self.kv, self.limits.budget.value());
         let h = self.group * g;
         format!("batch {b}, {h}/{g} heads x {d}, {n} positions, {kv}, budget {budget}")
     }

@@ -4,10 +4,10 @@ use std::path::{Path, PathBuf};
 
 use kvsmith::internal::compute::linear::FEW;
 use kvsmith::internal::cuda::check_model;
-use kvsmith::internal::kv::KvType;
 use kvsmith::internal::kv::budget::Budget;
 use kvsmith::internal::kv::packed::Center;
 use kvsmith::internal::kv::sample::greedy;
+use kvsmith::internal::kv::{KvType, Limits};
 use kvsmith::internal::method::Method;
 use kvsmith::internal::model::{Decoder, ModelConfig, States};
 use kvsmith::internal::runner::{DecodeOptions, Session};
@@ -115,9 +115,11 @@ pub fn for_cuda() -> Vec<(String, PathBuf)> {
 
 pub fn options(budget: &str, kv: KvType) -> DecodeOptions {
     DecodeOptions {
-        sinks: 2,
-        window: 4,
-        budget: budget.parse::<Budget>().unwrap(),
+        limits: Limits {
+            sinks: 2,
+            window: 4,
+            ..Limits::new(budget.parse::<Budget>().unwrap())
+        },
         kv,
         packed: Center::Median.into(),
         granule: 64,

@@ -135,7 +135,7 @@ fn check_planned(
             own.map(|line| line["positions"].as_array().unwrap().len())
                 .sum::<usize>()
         };
-        let static_rows = steps * sizes.n_kv_heads * (options.sinks + options.window);
+        let static_rows = steps * sizes.n_kv_heads * (options.limits.sinks + options.limits.window);
         let rows = static_rows + (0..sizes.n_kv_heads).map(chosen).sum::<usize>();
         if decoder.config.windows()[0].is_none() {
             assert_eq!(counts.rows, rows as u64);

@@ -9,9 +9,9 @@ use kvsmith::internal::compute::cuda::buffer::Buffer;
 use kvsmith::internal::compute::cuda::driver::Driver;
 use kvsmith::internal::float::Float;
 use kvsmith::internal::kv::cuda::attend::LayerRows;
-use kvsmith::internal::kv::cuda::{Limits, Positions, Shape};
+use kvsmith::internal::kv::cuda::{Positions, Shape};
 use kvsmith::internal::kv::packed::Center;
-use kvsmith::internal::kv::{Budget, KvHead, KvType, StaticSet};
+use kvsmith::internal::kv::{Budget, KvHead, KvType, Limits, StaticSet};
 use kvsmith::internal::method::{Place, Step};
 use ndarray::ArrayView2;
 use rand::seq::SliceRandom;
@@ -142,10 +142,7 @@ impl<S> Case<S> {
             kv_head: at % self.shape.kv_heads,
             group: self.shape.group,
             head_dim: self.shape.head_dim,
-            model_window: self.limits.model_window,
-            sinks: self.limits.sinks,
-            window: self.limits.window,
-            budget: self.limits.budget,
+            limits: self.limits,
             kv: self.kv(),
         }
     }

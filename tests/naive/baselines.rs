@@ -38,7 +38,7 @@ pub fn check_quest() {
 pub fn check_snapkv() {
     cases(
         500,
-        |_, place, _| (SnapKv::new(place.model_window), NaiveSnapKv),
+        |_, place, _| (SnapKv::new(place.limits.model_window), NaiveSnapKv),
         |_| (),
     );
 }
@@ -46,7 +46,7 @@ pub fn check_snapkv() {
 pub fn check_h2o() {
     cases(
         500,
-        |_, place, _| (H2o::new(place.model_window), NaiveH2o),
+        |_, place, _| (H2o::new(place.limits.model_window), NaiveH2o),
         |_| (),
     );
 }
@@ -277,7 +277,7 @@ impl NaiveSnapKv {
         let turn = history.turn();
         let mut votes = vec![0.0; turn.end()];
         for position in turn.last(32) {
-            let seen: Vec<usize> = visible(position, history.place.model_window).collect();
+            let seen: Vec<usize> = visible(position, history.place.limits.model_window).collect();
             for a in 0..history.place.group {
                 let weights = weights(turn.query(a, position), &turn.keys, &seen);
                 seen.iter().zip(weights).for_each(|(p, w)| votes[*p] += w);
@@ -349,7 +349,7 @@ impl NaiveH2o {
             match event {
                 Event::Turn(turn) => {
                     for position in turn.first..turn.end() {
-                        let seen: Vec<usize> = visible(position, history.place.model_window).collect();
+                        let seen: Vec<usize> = visible(position, history.place.limits.model_window).collect();
                         (0..history.place.group)
                             .for_each(|a| add(turn.query(a, position), &turn.keys, &seen));
                     }

@@ -68,7 +68,7 @@ impl NaiveCtkvr {
 
     /// rho for a query that sees `seen`.
     fn list_len(&self, history: &History, seen: usize) -> usize {
-        let budget = history.place.budget.positions(seen).min(seen);
+        let budget = history.place.limits.budget.positions(seen).min(seen);
         let halves = (2.0 * self.params.ct_list) as usize;
         (halves * budget).div_ceil(2)
     }
@@ -80,7 +80,7 @@ impl NaiveCtkvr {
             Some(count) => (count, 1.0),
             None => ((n / 16).max(probes).min(2048), 0.1),
         };
-        let rho = self.list_len(history, visible(n - 1, place.model_window).len());
+        let rho = self.list_len(history, visible(n - 1, place.limits.model_window).len());
         let one = 4 * rho + 2 * place.group * place.head_dim;
         let cap = share * (n * place.kv.bytes_per_position(place.head_dim)) as f64;
         let fits = (1..=wanted).rev().find(|c| (c * one) as f64 <= cap);
@@ -242,13 +242,13 @@ impl Model for NaiveCtkvr {
         let queries = positions.clone().map(|t| Self::stored(&group(t))).collect();
         let new = self.push(queries, capacity, program)?;
         if turn.first == 0 || turn.end() - turn.first >= capacity {
-            self.indexed = turn.end().saturating_sub(place.window);
+            self.indexed = turn.end().saturating_sub(place.limits.window);
         }
-        let end = turn.end().saturating_sub(place.window);
+        let end = turn.end().saturating_sub(place.limits.window);
         for (t, list) in positions.zip(&new) {
-            let seen: Vec<usize> = visible(t, place.model_window).collect();
+            let seen: Vec<usize> = visible(t, place.limits.model_window).collect();
             let rho = self.list_len(history, seen.len());
-            let allowed = |p: usize| p >= place.sinks && p < end && seen.contains(&p);
+            let allowed = |p: usize| p >= place.limits.sinks && p < end && seen.contains(&p);
             Self::check_list(list, &group(t), &turn.keys, &seen, allowed, rho)?;
         }
         Ok(())

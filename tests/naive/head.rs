@@ -2,7 +2,7 @@
 
 use kvsmith::internal::compute::attention::{self, CachedRows};
 use kvsmith::internal::kv::packed::Center;
-use kvsmith::internal::kv::{Budget, KvHead, KvType, StaticSet};
+use kvsmith::internal::kv::{Budget, KvHead, KvType, Limits, StaticSet};
 use kvsmith::internal::method::{Choice, Place, Prompt, Retriever, Step};
 use ndarray::{Array2, Array3, ArrayView2, Axis};
 use rand::{Rng, SeedableRng};
@@ -69,10 +69,12 @@ fn random_place(rng: &mut ChaCha8Rng) -> Place {
         kv_head: rng.gen_range(0..3),
         group,
         head_dim,
-        model_window: rng.gen_bool(0.3).then(|| rng.gen_range(12..=60)),
-        sinks: rng.gen_range(0..=5),
-        window: rng.gen_range(1..=20),
-        budget,
+        limits: Limits {
+            model_window: rng.gen_bool(0.3).then(|| rng.gen_range(12..=60)),
+            sinks: rng.gen_range(0..=5),
+            window: rng.gen_range(1..=20),
+            budget,
+        },
         kv: pick(rng, &[KvType::F32, KvType::F32, KvType::F16, KvType::TWO_BIT]),
     }
 }
@@ -117,7 +119,7 @@ impl<M: Model> Head<M> {
         let keys = joined(self.kv.keys(), &new_keys);
         let values = joined(self.kv.values(), &new_values);
         let query = q_rope.index_axis(Axis(1), m - 1).mean_axis(Axis(0)).unwrap();
-        let seen = attention::visible(first + m - 1, place.model_window);
+        let seen = attention::visible(first + m - 1, place.limits.model_window);
         self.kv.prompt(keys.view(), values.view(), &query.to_vec(), seen);
         self.program.prefill(&Prompt {
             first,
@@ -154,12 +156,17 @@ impl<M: Model> Head<M> {
         let q_rope = queries(Inputs::query, &mut self.rng);
         self.kv.extend(key.view(), value.view());
         self.program.append(k_pre.view(), key.view());
-        let set = StaticSet::at(t, place.model_window, place.sinks, place.window);
+        let set = StaticSet::at(
+            t,
+            place.limits.model_window,
+            place.limits.sinks,
+            place.limits.window,
+        );
         let step = Step {
             step: self.steps,
             visible: set.visible(),
             candidates: set.candidates.clone(),
-            budget: place.budget.positions(set.visible().len()),
+            budget: place.limits.budget.positions(set.visible().len()),
             q_pre: q_pre.view(),
             q_rope: q_rope.view(),
             kv: &self.kv,

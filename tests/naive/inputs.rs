@@ -76,7 +76,7 @@ impl Inputs {
         let center = if rng.gen_bool(0.5) { 2.0 } else { 4.0 };
         Self {
             kind,
-            sinks: place.sinks,
+            sinks: place.limits.sinks,
             d,
             pool: (0..rng.gen_range(2..7)).map(|_| row(rng)).collect(),
             towards: row(rng),

@@ -117,7 +117,7 @@ impl NaiveLfps {
                 Event::Turn(turn) => self.learn_prompt(&mut tables, history, turn, a),
                 Event::Decode(step) => {
                     let rest: Vec<usize> = (step.attended.iter().copied())
-                        .filter(|p| *p >= history.place.sinks)
+                        .filter(|p| *p >= history.place.limits.sinks)
                         .collect();
                     if !step.is_bypassed(a) && !rest.is_empty() {
                         tables.update(step.t, &rest, &weights(&step.q_rope[a], &step.keys, &rest));
@@ -163,7 +163,7 @@ impl NaiveLfps {
     fn estimate(&self, history: &History, a: usize) -> Option<Estimate> {
         let step = history.step();
         let sinks: Vec<usize> = (step.visible.clone())
-            .filter(|p| *p < history.place.sinks)
+            .filter(|p| *p < history.place.limits.sinks)
             .collect();
         if sinks.is_empty() || self.params.lfps_theta >= 1.0 {
             return None;
@@ -424,7 +424,7 @@ impl NaiveLfps {
                     )?;
                 }
             }
-            let filled = (history.turns().next()).is_some_and(|t| t.end() > history.place.sinks);
+            let filled = (history.turns().next()).is_some_and(|t| t.end() > history.place.limits.sinks);
             if filled {
                 near("sum", head.vertical.sum() + head.slash.sum(), 20.0, 1e-4)?;
             }

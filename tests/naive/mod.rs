@@ -254,8 +254,8 @@ impl History {
 
     /// Query positions of the last prompt and what is no sink for each.
     pub fn non_sinks(&self, position: usize) -> Vec<usize> {
-        let seen = visible(position, self.place.model_window);
-        seen.filter(|p| *p >= self.place.sinks).collect()
+        let seen = visible(position, self.place.limits.model_window);
+        seen.filter(|p| *p >= self.place.limits.sinks).collect()
     }
 }
 

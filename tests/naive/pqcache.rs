@@ -69,7 +69,7 @@ impl NaivePqCache {
     /// Fails unless the words are those of k-means over the keys: as many as asked for, each the mean of its keys up to
     /// rounding, hardly any without keys.
     fn check_words(&self, history: &History) -> Result<(), String> {
-        let (keys, sinks) = (&history.base().keys, history.place.sinks);
+        let (keys, sinks) = (&history.base().keys, history.place.limits.sinks);
         let keys = if keys.len() > sinks {
             &keys[sinks..]
         } else {

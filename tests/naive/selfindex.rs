@@ -83,7 +83,7 @@ fn pattern(x: &[f64]) -> usize {
 /// The full-precision positions after a prompt, from those before; and whether the last of them is
 /// closer to the next than rounding.
 pub fn full_after(history: &History, turn: &Turn, before: &BTreeSet<usize>) -> (BTreeSet<usize>, bool) {
-    let seen = visible(turn.end() - 1, history.place.model_window);
+    let seen = visible(turn.end() - 1, history.place.limits.model_window);
     let q = turn.mean_query();
     let eligible = (before.iter().copied())
         .chain(turn.first..turn.end())

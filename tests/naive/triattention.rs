@@ -93,8 +93,8 @@ impl Model for NaiveTriAttention {
         let (n, keys) = self.last_scored(history);
         self.rounds += usize::from(n == step.t + 1);
         let place = &history.place;
-        let scored: Vec<usize> = visible(n - 1, place.model_window)
-            .filter(|p| *p >= place.sinks)
+        let scored: Vec<usize> = visible(n - 1, place.limits.model_window)
+            .filter(|p| *p >= place.limits.sinks)
             .collect();
         let mut items: Vec<Item> = scored
             .iter()

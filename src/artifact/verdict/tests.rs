@@ -70,7 +70,7 @@ fn bounded(method: &str, read: f64, kl: f64, points: f64) -> MethodLoss {
 fn probed(rows: Vec<MethodLoss>) -> Verdict {
     Verdict {
         blocks: 20,
-        limits: Some(Limits {
+        limits: Some(LossLimits {
             kl: 0.03,
             points: 5.0,
         }),
@@ -122,7 +122,7 @@ fn upper_ends_are_compared_with_the_limits() {
     assert_eq!(name(unasked.usual()).as_deref(), Some("a2ats"));
     // A limit of its own.
     let mut own = with.clone();
-    own.limits = Some(Limits {
+    own.limits = Some(LossLimits {
         kl: 0.02,
         points: 6.0,
     });
@@ -155,7 +155,7 @@ fn intervals_and_answers_are_checked() {
     assert!(bad(|m| m.probe.as_mut().expect("probe").interval = [-101.0, 0.0]));
     assert!(bad(|m| m.dropped_after = Some(21)));
     let mut of = probed(vec![bounded("wpq", 0.1, 0.02, 1.0)]);
-    of.limits = Some(Limits {
+    of.limits = Some(LossLimits {
         kl: -0.1,
         points: 5.0,
     });

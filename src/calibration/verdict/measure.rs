@@ -9,10 +9,10 @@ use crate::error::Result;
 use crate::kv::static_set::{SINKS, WINDOW};
 use crate::kv::{Budget, KvType};
 use crate::machine::Machine;
+use crate::method::Method;
 use crate::method::declaration::{Ask, InVerdict};
 use crate::method::named::{self, Named};
 use crate::method::params::MethodParams;
-use crate::method::{CPU_GRANULE, Method};
 use crate::model::Model;
 use crate::runner::DecodeOptions;
 use crate::runner::eval::{Bootstrap, Layerwise, Passage, Variant, VariantReport};
@@ -124,12 +124,8 @@ impl Judging<'_> {
             layerwise: Layerwise {
                 layers: layers.as_ref(),
                 options: DecodeOptions {
-                    sinks: SINKS,
-                    window: WINDOW,
-                    budget: Budget::Fraction(1.0),
-                    kv: KvType::BF16,
                     packed: params.selfindex.layout(Some(artifact))?,
-                    granule: CPU_GRANULE,
+                    ..DecodeOptions::new(Budget::Fraction(1.0), KvType::BF16)
                 },
             },
             named: &named,

@@ -6,7 +6,7 @@ mod results;
 
 use serde::{Deserialize, Serialize};
 
-use crate::artifact::{self, Artifact, Limits};
+use crate::artifact::{self, Artifact, LossLimits};
 use crate::corpus::{Corpus, Reserve};
 use crate::error::{Error, Result};
 use crate::method::named::Named;
@@ -122,8 +122,8 @@ impl VerdictSettings {
         (!material.text.passages.is_empty()).then_some(material)
     }
 
-    fn limits(&self) -> Limits {
-        Limits {
+    fn limits(&self) -> LossLimits {
+        LossLimits {
             kl: self.kl,
             points: self.points,
         }

@@ -11,10 +11,10 @@ use crate::compute::cuda::fill::ReadLoop;
 use crate::error::Result;
 use crate::kv::cuda::attend::{Attention, LayerRows};
 use crate::kv::cuda::cache::LayerCache;
-use crate::kv::cuda::{Limits, Positions, Rotated, Shape};
+use crate::kv::cuda::{Positions, Rotated, Shape};
 use crate::method::bench::Contents;
 use crate::method::cuda::{CudaIndex, CudaStep, OnDevice};
-use crate::timing::{LayerSetting, SINKS, WINDOW, uniform};
+use crate::timing::{LayerSetting, uniform};
 
 /// Least number of steps that are timed together.
 const STEPS: usize = 20;
@@ -67,12 +67,7 @@ impl<'d> CudaSteps<'d> {
             head_dim: layer.head_dim,
             capacity: layer.context,
         };
-        let limits = Limits {
-            sinks: SINKS,
-            window: WINDOW,
-            model_window: None,
-            budget: setting.budget,
-        };
+        let limits = setting.limits;
         let mut positions = Positions::new(driver, shape, limits)?;
         positions.set(&vec![layer.context as u32; layer.sequences])?;
         let mut rng = ChaCha8Rng::seed_from_u64(layer.seed);

@@ -17,13 +17,13 @@ use crate::compute::cuda::Cuda;
 use crate::env;
 use crate::error::{Error, Result};
 use crate::float::Float;
-use crate::kv::{Budget, KvType, packed};
+use crate::kv::{Budget, KvType, Limits};
+use crate::method::Ranking;
 use crate::method::bench::TimedLayer;
 use crate::method::registry::MethodName;
-use crate::method::{CPU_GRANULE, Ranking};
 use crate::numbers::plain;
 use crate::runner::DecodeOptions;
-use crate::timing::{self, CpuSteps, LayerSetting, SINKS, WINDOW};
+use crate::timing::{self, CpuSteps, LayerSetting};
 
 #[derive(clap::Args, Debug)]
 pub struct LayerArgs {
@@ -77,14 +77,7 @@ pub struct Caches {
 impl Caches {
     /// Returns the options of the steps of a model.
     pub fn options(&self) -> DecodeOptions {
-        DecodeOptions {
-            sinks: SINKS,
-            window: WINDOW,
-            budget: self.budget,
-            kv: self.kv,
-            packed: packed::Center::Median.into(),
-            granule: CPU_GRANULE,
-        }
+        DecodeOptions::new(self.budget, self.kv)
     }
 }
 
@@ -267,7 +260,7 @@ fn settings(args: &LayerArgs, attends: bool, seed: u64) -> Vec<LayerSetting> {
                 let timed = args.methods.iter().filter_map(|m| Some((*m, m.bench()?)));
                 let timed = timed.filter(|(_, bench)| attends || bench.retrieves());
                 out.extend(timed.map(|(method, bench)| LayerSetting {
-                    budget: args.caches.budget,
+                    limits: Limits::new(args.caches.budget),
                     kv: args.caches.kv,
                     params: args.parameters.0.clone(),
                     layer,

@@ -125,7 +125,7 @@ impl Timing<'_> {
         };
         let group = c.n_heads / c.n_kv_heads;
         let setting = LayerSetting::attending(
-            (caches.budget, caches.kv),
+            (options.limits, caches.kv),
             args.parameters.0.clone(),
             layer,
             group,

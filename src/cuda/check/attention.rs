@@ -12,9 +12,9 @@ use crate::float::Float;
 use crate::kv::cuda::attend::{Attention, LayerRows};
 use crate::kv::cuda::bounds::{self, Pair, Precision};
 use crate::kv::cuda::prefill::{self, Piece};
-use crate::kv::cuda::{Limits, Positions, Selection, Shape};
+use crate::kv::cuda::{Positions, Selection, Shape};
 use crate::kv::packed::Center;
-use crate::kv::{Budget, KvHead, KvType, StaticSet};
+use crate::kv::{Budget, KvHead, KvType, Limits, StaticSet};
 
 const AREA: &str = "attention";
 

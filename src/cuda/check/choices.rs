@@ -18,10 +18,10 @@ use crate::compute::attention::visible;
 use crate::compute::comparison::{Comparison, UNIT};
 use crate::compute::cuda::driver::Driver;
 use crate::error::Result;
+use crate::kv::cuda::Shape;
 use crate::kv::cuda::bounds::{self, Pair, Precision};
-use crate::kv::cuda::{Limits, Shape};
 use crate::kv::packed::{Center, last_query};
-use crate::kv::{Budget, KvHead, KvType, StaticSet};
+use crate::kv::{Budget, KvHead, KvType, Limits, StaticSet};
 use crate::method::cuda::TALLIES;
 use crate::method::{Choice, Method, Place, Prompt, Retriever, Step};
 use crate::runner::attend;
@@ -79,21 +79,17 @@ impl Setting {
 
     /// Returns the static set of the token at position t.
     fn set(&self, t: usize) -> StaticSet {
-        let limits = self.limits();
-        StaticSet::at(t, None, limits.sinks, limits.window)
+        self.limits().static_set(t)
     }
 
     fn place(&self, kv_head: usize) -> Place {
-        let ([_, group, head_dim], limits) = (self.sizes, self.limits());
+        let [_, group, head_dim] = self.sizes;
         Place {
             layer: 0,
             kv_head,
             group,
             head_dim,
-            model_window: None,
-            sinks: limits.sinks,
-            window: limits.window,
-            budget: limits.budget,
+            limits: self.limits(),
             kv: self.kv,
         }
     }

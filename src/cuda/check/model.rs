@@ -18,13 +18,12 @@ use crate::cuda::{Body, FiniteCheck};
 use crate::disk::Output;
 use crate::error::{Error, Result};
 use crate::float::Float;
-use crate::kv::packed::Center;
-use crate::kv::{Budget, KvType};
+use crate::kv::{Budget, KvType, Limits};
+use crate::method::Method;
 use crate::method::declaration::Ask;
 use crate::method::params::MethodParams;
 use crate::method::plan::Plan;
 use crate::method::registry::METHODS;
-use crate::method::{CPU_GRANULE, Method};
 use crate::model::forward::{CpuLayers, Layers};
 use crate::model::{Decoder, States};
 use crate::runner::{DecodeOptions, Session};
@@ -273,13 +272,14 @@ fn planned_heads(decoder: &Decoder) -> Result<Box<dyn Method>> {
 /// Compares the logits of a session on the device, whose method may choose everything, with those of full attention on
 /// the CPU.
 fn session(driver: &dyn Driver, decoder: &Decoder, method: &dyn Method) -> Result<Comparison> {
+    let whole = Budget::Fraction(1.0);
     let options = DecodeOptions {
-        sinks: 2,
-        window: 4,
-        budget: Budget::Fraction(1.0),
-        kv: KvType::F32,
-        packed: Center::Median.into(),
-        granule: CPU_GRANULE,
+        limits: Limits {
+            sinks: 2,
+            window: 4,
+            ..Limits::new(whole)
+        },
+        ..DecodeOptions::new(whole, KvType::F32)
     };
     let room = PROMPT + STEPS;
     let body = Body::load(driver, decoder, Precision::F32)?;

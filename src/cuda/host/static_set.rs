@@ -4,9 +4,9 @@ use crate::compute::cuda::buffer::Buffer;
 use crate::compute::cuda::driver::Driver;
 use crate::cuda::Workspace;
 use crate::error::Result;
-use crate::kv::KvHead;
 use crate::kv::cuda::attend::{Attention, LayerRows};
-use crate::kv::cuda::{Limits, Positions, Shape};
+use crate::kv::cuda::{Positions, Shape};
+use crate::kv::{KvHead, Limits};
 use crate::runner::DecodeOptions;
 
 /// The attention over the static set on the device. Each layer keeps a copy of the static set's rows there: first the
@@ -29,7 +29,7 @@ impl<'d> StaticAttention<'d> {
     /// # Errors
     /// Sizes that the kernels do not support; out of memory.
     pub fn new(driver: &'d dyn Driver, shape: Shape, options: &DecodeOptions) -> Result<Self> {
-        let [sinks, window] = [options.sinks, options.window].map(|n| n.min(shape.capacity));
+        let [sinks, window] = [options.limits.sinks, options.limits.window].map(|n| n.min(shape.capacity));
         let shape = Shape {
             capacity: sinks + window,
             ..shape

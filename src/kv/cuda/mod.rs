@@ -18,7 +18,7 @@ use crate::compute::cuda::buffer::Buffer;
 use crate::compute::cuda::driver::{Driver, Part};
 use crate::compute::cuda::kernels;
 use crate::error::{Error, Result};
-use crate::kv::{Budget, StaticSet};
+use crate::kv::{Budget, Limits, StaticSet};
 
 /// Most query heads that share a KV head: the rows of a tensor-core product.
 pub const MOST_GROUP: usize = 16;
@@ -99,37 +99,6 @@ impl Shape {
     }
 }
 
-/// The static set and the budget of a step; see [`crate::runner::DecodeOptions`].
-#[derive(Clone, Copy, Debug)]
-pub struct Limits {
-    /// Number of first positions that are always attended.
-    pub sinks: usize,
-    /// Number of last positions that are always attended, the current one included.
-    pub window: usize,
-    /// The model's own sliding window.
-    pub model_window: Option<usize>,
-    /// How many positions may be chosen.
-    pub budget: Budget,
-}
-
-impl Limits {
-    /// Returns limits with a window only, for attention that chooses nothing.
-    pub fn last(window: usize) -> Self {
-        Self {
-            sinks: 0,
-            window,
-            model_window: None,
-            budget: Budget::Count(1),
-        }
-    }
-
-    /// Returns the most positions that can be chosen in a cache of this capacity.
-    pub(crate) fn most(&self, capacity: usize) -> usize {
-        let visible = self.model_window.map_or(capacity, |w| w.min(capacity));
-        self.budget.positions(visible).clamp(1, capacity)
-    }
-}
-
 /// The lengths of the caches, and the last token's static set and budget; [`StaticSet::at`] on the device.
 pub struct Positions<'d> {
     driver: &'d dyn Driver,
@@ -201,12 +170,7 @@ impl<'d> Positions<'d> {
     pub fn sets(&self) -> impl Iterator<Item = (StaticSet, usize)> + '_ {
         let limits = &self.limits;
         self.known.iter().map(|n| {
-            let set = StaticSet::at(
-                n.saturating_sub(1),
-                limits.model_window,
-                limits.sinks,
-                limits.window,
-            );
+            let set = limits.static_set(n.saturating_sub(1));
             let budget = limits.budget.positions(set.visible().len());
             (set, budget)
         })

@@ -12,7 +12,8 @@ use crate::compute::cuda::fill::{Random, fill};
 use crate::compute::cuda::kernels;
 use crate::compute::cuda::width;
 use crate::error::{Error, Result};
-use crate::kv::cuda::{KINDS, Limits, Positions, Selection, Shape};
+use crate::kv::Limits;
+use crate::kv::cuda::{KINDS, Positions, Selection, Shape};
 use encode::Norms;
 pub(super) use index::random;
 

@@ -9,8 +9,9 @@ use crate::compute::cuda::buffer::Buffer;
 use crate::compute::cuda::driver::Driver;
 use crate::compute::cuda::kernels;
 use crate::error::{Error, Result};
+use crate::kv::Limits;
 use crate::kv::cuda::attend::{Attention, LayerRows, Rest};
-use crate::kv::cuda::{Limits, Positions, SCAN, Selection, Shape};
+use crate::kv::cuda::{Positions, SCAN, Selection, Shape};
 use crate::method::lfps as method;
 use crate::method::lfps::{QueryHead, Threshold};
 

@@ -114,18 +114,22 @@ impl QueryHead {
         let share = (1.0 - beta) / rows.max(1) as f64;
         self.vertical.decay(vertical * share);
         self.slash.decay(slash * share);
-        let Some(prior) = self.prior.clone().filter(|_| beta > 0.0 && n > place.sinks) else {
+        let Some(prior) = self
+            .prior
+            .clone()
+            .filter(|_| beta > 0.0 && n > place.limits.sinks)
+        else {
             return;
         };
-        let window = place.model_window.unwrap_or(usize::MAX);
-        let distances = 0..(n - place.sinks).min(window);
+        let window = place.limits.model_window.unwrap_or(usize::MAX);
+        let distances = 0..(n - place.limits.sinks).min(window);
         let sum: f64 = distances.clone().map(|d| f64::from(prior.slash_at(d))).sum();
         for distance in distances.filter(|_| sum > 0.0) {
             let share = f64::from(prior.slash_at(distance)) / sum;
             self.slash.add(distance, slash * beta * share);
         }
         let structural = |i: usize| prior.vert_at(i).map(f64::from);
-        let positions = place.sinks.max(n.saturating_sub(window))..n;
+        let positions = place.limits.sinks.max(n.saturating_sub(window))..n;
         let known: f64 = positions.clone().filter_map(structural).sum();
         let others = positions.clone().filter(|i| structural(*i).is_none()).count();
         for i in positions {

@@ -6,9 +6,10 @@ use super::super::cuda::CudaMethod;
 use super::super::declaration::Ask;
 use super::super::named::Named;
 use super::super::tail::Tail;
-use super::super::{HeadLimits, Method, MethodPart, Place, Retriever};
-use super::{Plan, at};
+use super::super::{Method, MethodPart, Place, Retriever};
+use super::{HeadPlan, Plan, at};
 use crate::error::Result;
+use crate::kv::{Budget, KvType};
 
 impl Plan {
     /// Prepares the methods of all KV heads; budgets and row formats are those of the plan, whatever those of the session.
@@ -82,26 +83,25 @@ impl Method for Planned {
         self.methods.first().filter(|_| same)?.cuda()
     }
 
-    fn limits(&self, layer: usize, kv_head: usize) -> Option<HeadLimits> {
-        Some(self.plan.layers[layer][kv_head].limits())
+    fn plan(&self, layer: usize, kv_head: usize) -> Option<&HeadPlan> {
+        Some(&self.plan.layers[layer][kv_head])
     }
 
     /// One part, if all KV heads are served alike.
     fn parts(&self) -> Vec<MethodPart<'_>> {
         let mut parts: Vec<MethodPart<'_>> = Vec::new();
         // KV heads of the same method, budget and formats; those that full attention serves instead are apart.
-        let mut known: Vec<(usize, HeadLimits, usize)> = Vec::new();
+        let mut known: Vec<(usize, Budget, KvType, usize)> = Vec::new();
         for (layer, kv_head, head) in self.plan.heads() {
             let index = self.indices[layer][kv_head];
-            let limits = head.limits();
             let own = self.methods[index].parts();
             let within = own.iter().position(|part| part.heads[layer].contains(&kv_head));
-            let key = (index, limits, within.unwrap_or(0));
+            let key = (index, head.budget, head.kv, within.unwrap_or(0));
             let place = known.iter().position(|other| *other == key).unwrap_or_else(|| {
                 known.push(key);
                 parts.push(MethodPart {
                     method: within.map_or(self.methods[index].as_ref(), |within| own[within].method),
-                    limits: Some(limits),
+                    plan: Some(head),
                     heads: vec![Vec::new(); self.plan.layers.len()],
                 });
                 parts.len() - 1

@@ -3,7 +3,8 @@
 use super::{RandomDraws, Seed};
 use crate::compute::cuda::driver::Driver;
 use crate::error::Result;
-use crate::kv::cuda::{Limits, Positions, Selection, Shape};
+use crate::kv::Limits;
+use crate::kv::cuda::{Positions, Selection, Shape};
 use crate::method::cuda::{CudaIndex, CudaMethod, CudaStep, Indexes, OnDevice, ServedLayer, each_served};
 
 /// The draws of one layer: see [`crate::method::random`].

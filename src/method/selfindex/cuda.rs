@@ -6,9 +6,10 @@ use crate::compute::cuda::buffer::Buffer;
 use crate::compute::cuda::driver::Driver;
 use crate::compute::cuda::kernels;
 use crate::error::{Error, Result};
+use crate::kv::Limits;
 use crate::kv::cuda::best::Best;
 use crate::kv::cuda::signs::{FULL, Signs, words};
-use crate::kv::cuda::{Limits, Positions, Selection, Shape};
+use crate::kv::cuda::{Positions, Selection, Shape};
 pub(super) use index::random;
 
 /// The centroids of one layer, and the buffers of a step.

@@ -5,7 +5,8 @@ use std::rc::Rc;
 use crate::compute::cuda::driver::Driver;
 use crate::compute::cuda::kernels;
 use crate::error::Result;
-use crate::kv::cuda::{Limits, Positions, Selection, Shape};
+use crate::kv::Limits;
+use crate::kv::cuda::{Positions, Selection, Shape};
 use crate::method::cuda::{
     ByWindow, CudaIndex, CudaMethod, CudaStep, Indexes, OnDevice, ServedLayer, each_served,
 };

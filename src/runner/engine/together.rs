@@ -94,7 +94,7 @@ impl Pool for Together<'_> {
     fn adopt(&mut self, id: SequenceId, heads: Vec<Vec<FilledHead>>, positions: usize) -> Result<()> {
         self.add(
             id,
-            Caches::filled(heads, self.options.budget),
+            Caches::filled(heads, self.options.limits.budget),
             positions,
             positions,
         );

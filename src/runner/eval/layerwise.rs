@@ -312,8 +312,8 @@ impl LayerInput<'_> {
     }
 
     fn set(&self, step: usize) -> StaticSet {
-        let DecodeOptions { sinks, window, .. } = self.of.options;
-        StaticSet::at(self.first + step, self.window(), sinks, window)
+        let limits = self.of.options.limits.in_layer(self.window());
+        limits.static_set(self.first + step)
     }
 
     /// Runs KV head `c`: its prompt, then all steps.

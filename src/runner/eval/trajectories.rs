@@ -167,11 +167,11 @@ impl HeadTrajectories {
         // All variants read the same rows: in the formats of the head plan, if there is one.
         let planned = variants
             .iter()
-            .find_map(|variant| variant.method.limits(layer, kv_head));
-        let stored = planned.map_or(options.kv, |limits| limits.kv);
+            .find_map(|variant| variant.method.plan(layer, kv_head));
+        let stored = planned.map_or(options.kv, |plan| plan.kv);
         let state = |variant: &Variant| {
             let options = DecodeOptions {
-                budget: variant.budget,
+                limits: options.limits.with_budget(variant.budget),
                 kv: stored,
                 ..*options
             };

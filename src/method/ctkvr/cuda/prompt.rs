@@ -7,8 +7,9 @@ use crate::compute::attention::visible;
 use crate::compute::cuda::buffer::Buffer;
 use crate::compute::cuda::kernels;
 use crate::error::Result;
+use crate::kv::Limits;
 use crate::kv::cuda::attend::LayerRows;
-use crate::kv::cuda::{Limits, Positions, Shape};
+use crate::kv::cuda::{Positions, Shape};
 use crate::method::topk::cuda::{BestByWeight, Weighed};
 
 /// The most scores that are held at once, unless a single query has more; `MOST_QUERIES` is the most queries.

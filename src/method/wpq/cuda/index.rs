@@ -2,8 +2,8 @@
 
 use super::{Quantisers, Wpq, WpqWorkspace};
 use crate::error::{Error, Result};
-use crate::kv::StaticSet;
-use crate::kv::cuda::{Limits, Positions, Rotated, Selection};
+use crate::kv::cuda::{Positions, Rotated, Selection};
+use crate::kv::{Limits, StaticSet};
 use crate::method::Reads;
 use crate::method::bench::Contents;
 use crate::method::cuda::{

@@ -7,9 +7,10 @@ use crate::compute::cuda::buffer::Buffer;
 use crate::compute::cuda::driver::Driver;
 use crate::compute::cuda::kernels;
 use crate::error::Result;
+use crate::kv::Limits;
 use crate::kv::cuda::best::Best;
 use crate::kv::cuda::cache::LayerCache;
-use crate::kv::cuda::{Limits, Positions, SCAN, Shape};
+use crate::kv::cuda::{Positions, SCAN, Shape};
 use crate::method::wpq::choose::REFINED;
 use crate::method::wpq::path::{ARC, MeanPath};
 
