@@ -226,6 +226,46 @@ fn whole_models_are_timed_on_the_cpu() {
         assert_eq!(number(three, "kv_bytes"), 3.0 * number(one, "kv_bytes"));
         assert_eq!(three["batch"], json!(3));
     }
+    // A head plan, of which all heads are served alike or differ.
+    let plan = |other: &str| {
+        let heads = json!([{"method": "wpq", "budget": 0.2}, {"method": other, "budget": 0.2}]);
+        let layers = json!([{"repeat": 2, "heads": heads}]);
+        scratch.write(other, json!({"head_plan": {"layers": layers}}).to_string())
+    };
+    let planned = |plan: &str| {
+        let timed = rows(&format!(
+            "bench decode --model {model} {bench} --head-plan {plan}"
+        ));
+        assert_eq!(timed.len(), 10);
+        let [at, rest] = [4, 9].map(|i| timed[i].clone());
+        assert_eq!((&at["method"], &rest["context"]), (&json!("plan"), &json!(500)));
+        assert!(
+            number(&at, "speedup_over_full") > 0.0 && at["head_plan"]["layers"][0]["repeat"] == 2,
+            "{at}"
+        );
+        at
+    };
+    let alike = planned(&plan("wpq"));
+    for key in ["bytes_read_fraction", "kv_bytes", "index_bytes", "bytes"] {
+        assert_eq!(alike[key], found[3][key], "{key}");
+    }
+    let mixed = planned(&plan("streaming"));
+    let mean = |key: &str| f64::midpoint(number(&found[1], key), number(&found[3], key));
+    for key in ["bytes_read_fraction", "index_bytes"] {
+        let (own, mean) = (number(&mixed, key), mean(key));
+        assert!((own - mean).abs() <= 1e-9 * mean, "{key}: {own} {mean}");
+    }
+    let refused = |plan: &str| {
+        kvsmith(&format!(
+            "bench decode --model {model} {bench} --head-plan {plan}"
+        ))
+    };
+    refused(&plan("wpq+tail")).fails(2, "KV head 1", "without tails");
+    kvsmith(&format!("bench decode --device cuda --head-plan {}", plan("wpq"))).fails(
+        2,
+        "--head-plan",
+        "--device cpu",
+    );
     // The same budget and positions through `run`: the static set and the chosen positions are the same.
     let prompt = scratch.tokens("prompt.json", &documents(&[300], 5));
     let run = format!(

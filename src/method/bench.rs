@@ -61,6 +61,21 @@ impl BenchParams {
         Ok(Self(values))
     }
 
+    /// Returns these parameters with those of `more` that a benchmark declares in their place; those of other names tell
+    /// nothing of an index of random rows.
+    ///
+    /// # Errors
+    /// A value that the declaration does not have.
+    pub fn with(&self, more: &Map<String, Value>, declared: &ParameterSet) -> Result<Self> {
+        let is_own = |name: &String| declared.parameters.iter().any(|own| own.name == name);
+        let own = more.iter().filter(|(name, _)| is_own(name));
+        let own: Map<String, Value> = own.map(|(name, value)| (name.clone(), value.clone())).collect();
+        declared.check(&own)?;
+        let mut all = self.0.clone();
+        all.extend(own);
+        Ok(Self(all))
+    }
+
     /// Returns the parameters of one method.
     pub fn read<P: Parameters>(&self) -> P {
         let named = P::PARAMETERS.iter().map(|parameter| parameter.name);

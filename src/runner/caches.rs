@@ -16,8 +16,15 @@ use crate::method::{Method, Retriever};
 use crate::model::ModelConfig;
 use crate::model::forward::{Forward, Rows};
 
-/// A cache that is filled already, and the index of its rows.
-pub type FilledHead = (KvHead, Box<dyn Retriever>);
+/// A KV head whose cache is filled already.
+pub struct FilledHead {
+    /// The cache.
+    pub kv: KvHead,
+    /// The index of its rows.
+    pub retriever: Box<dyn Retriever>,
+    /// How many positions a step may choose.
+    pub budget: Budget,
+}
 
 /// The caches and indexes of every KV head of one sequence, and what its decode steps read.
 pub(super) struct Caches {
@@ -43,14 +50,14 @@ impl Caches {
         Self::of((0..c.n_layers()).map(layer).collect())
     }
 
-    /// Takes caches and indexes that are filled already, by layer and KV head, of which each step may choose as many positions.
-    pub fn filled(heads: Vec<Vec<FilledHead>>, budget: Budget) -> Self {
-        let head = |(kv, retriever)| Head {
-            kv,
+    /// Takes caches and indexes that are filled already, by layer and KV head.
+    pub fn filled(heads: Vec<Vec<FilledHead>>) -> Self {
+        let head = |of: FilledHead| Head {
+            kv: of.kv,
             chooser: Chooser {
-                retriever,
+                retriever: of.retriever,
                 tail: None,
-                budget,
+                budget: of.budget,
             },
         };
         let heads = heads.into_iter();

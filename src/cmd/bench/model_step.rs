@@ -68,6 +68,9 @@ pub struct ModelArgs {
         help = methods_help()
     )]
     pub methods: Vec<MethodName>,
+    /// On the CPU: time a head plan too, a JSON file as of `run --head-plan`; it has budgets and row formats of its own
+    #[arg(long, value_name = "FILE.json")]
+    pub head_plan: Option<PathBuf>,
     #[command(flatten)]
     pub caches: Caches,
     #[command(flatten)]
@@ -78,12 +81,15 @@ pub struct ModelArgs {
 }
 
 impl ModelArgs {
-    /// Counts the bytes of the caches of a model for one sequence of `context` positions, after all steps; as an f64, in which
-    /// no product overflows.
-    pub(super) fn cache_bytes(&self, c: &ModelConfig, context: usize) -> f64 {
-        let positions = context as f64 + STEPS as f64 * (self.runs as f64 + 1.0);
-        let position = self.caches.kv.bytes_per_position(c.head_dim) as f64;
-        positions * c.n_layers() as f64 * c.n_kv_heads as f64 * position
+    /// Counts the bytes of caches of which one position of all layers has this many, for one sequence of `context` positions,
+    /// after all steps; as an f64, in which no product overflows.
+    pub(super) fn cache_bytes(&self, position: usize, context: usize) -> f64 {
+        (context as f64 + STEPS as f64 * (self.runs as f64 + 1.0)) * position as f64
+    }
+
+    /// Counts the bytes of a position of all layers in the format of the flags.
+    pub(super) fn position_bytes(&self, c: &ModelConfig) -> usize {
+        c.n_layers() * c.n_kv_heads * self.caches.kv.bytes_per_position(c.head_dim)
     }
 }
 
@@ -137,6 +143,12 @@ fn settings<'a>(args: &'a ModelArgs, global: &Global) -> Result<Vec<ModelSetting
         return Err(
             Error::usage("`bench decode --model` is available on the CPU only")
                 .hint("use --device cpu, or --config with the model's config.json"),
+        );
+    }
+    if args.head_plan.is_some() {
+        return Err(
+            Error::usage("`bench decode --head-plan` is available on the CPU only")
+                .hint("omit --head-plan, or use --device cpu"),
         );
     }
     if let Some(name) = without(&args.methods, on_cuda) {
@@ -225,7 +237,9 @@ impl ModelSetting<'_> {
     /// cannot overflow.
     fn check(&self) -> Result<()> {
         check_model(&self.config)?;
-        let rows = self.args.cache_bytes(&self.config, self.context);
+        let rows = self
+            .args
+            .cache_bytes(self.args.position_bytes(&self.config), self.context);
         let need = random::bytes(&self.config) + self.batch as f64 * rows;
         if need <= MOST_BYTES {
             return Ok(());

@@ -92,12 +92,7 @@ impl Pool for Together<'_> {
     }
 
     fn adopt(&mut self, id: SequenceId, heads: Vec<Vec<FilledHead>>, positions: usize) -> Result<()> {
-        self.add(
-            id,
-            Caches::filled(heads, self.options.limits.budget),
-            positions,
-            positions,
-        );
+        self.add(id, Caches::filled(heads), positions, positions);
         Ok(())
     }
 
