@@ -6,7 +6,9 @@
 
 use std::ops::Range;
 
-use ndarray::{Array1, Array2, Array3, ArrayView1, ArrayView2, ArrayViewMut2, ArrayViewMut3, Axis, s};
+use ndarray::{
+    Array1, Array2, Array3, ArrayView1, ArrayView2, ArrayView3, ArrayViewMut2, ArrayViewMut3, Axis, s,
+};
 use rayon::prelude::*;
 
 use super::decoder::Decoder;
@@ -20,6 +22,7 @@ use crate::kv::KvHead;
 use crate::weight::Weight;
 
 /// Queries, keys and values of m rows of one layer, before and after rotation.
+#[derive(Clone)]
 pub struct Rows {
     /// `[h,m,d]`; empty in a prompt pass, where only the rotated queries are read.
     pub q_pre: Array3<f32>,
@@ -35,6 +38,8 @@ pub struct Rows {
 
 /// The inputs of a prompt's attention: its queries, and the keys and values of every position, `[g, first + m, d]`.
 pub struct Context {
+    /// The prompt's own keys before rotation, `[g,m,d]`.
+    pub k_pre: Array3<f32>,
     /// Rotated queries of the prompt, `[h,m,d]`.
     pub q_rope: Array3<f32>,
     /// Rotated keys.
@@ -44,14 +49,28 @@ pub struct Context {
 }
 
 impl Context {
-    /// Joins the cached rows of earlier positions, one cache per KV head, and the prompt's own keys and
-    /// values, `[g,m,d]`.
-    pub fn join(q_rope: Array3<f32>, keys: Array3<f32>, values: Array3<f32>, caches: &[&KvHead]) -> Self {
+    /// Joins the cached rows of earlier positions, one cache per KV head, and the prompt's own rows.
+    pub fn join(rows: Rows, caches: &[&KvHead]) -> Self {
         Self {
-            q_rope,
-            keys: with_cached(keys, caches, KvHead::keys),
-            values: with_cached(values, caches, KvHead::values),
+            k_pre: rows.k_pre,
+            q_rope: rows.q_rope,
+            keys: with_cached(rows.k_rope, caches, KvHead::keys),
+            values: with_cached(rows.v, caches, KvHead::values),
         }
+    }
+
+    /// Returns the rotated queries of KV head `c`, `[r,m,d]`.
+    pub fn queries(&self, c: usize) -> ArrayView3<'_, f32> {
+        let r = self.q_rope.len_of(Axis(0)) / self.keys.len_of(Axis(0));
+        self.q_rope.slice(s![c * r..(c + 1) * r, .., ..])
+    }
+
+    /// Returns the rotated keys and the values of KV head `c` at every position, `[first + m, d]`.
+    pub fn attended(&self, c: usize) -> (ArrayView2<'_, f32>, ArrayView2<'_, f32>) {
+        (
+            self.keys.index_axis(Axis(0), c),
+            self.values.index_axis(Axis(0), c),
+        )
     }
 }
 

@@ -1,6 +1,6 @@
 //! One KV head: caches the rows of prompts and tokens, and attends what its method chooses.
 
-use ndarray::{Array2, Array3, ArrayView1, ArrayView2, ArrayView3, ArrayViewMut1, ArrayViewMut2, Axis, s};
+use ndarray::{Array2, ArrayView1, ArrayView2, ArrayViewMut1, ArrayViewMut2, Axis, s};
 use rayon::prelude::*;
 
 use crate::compute::attention::{self, Partial};
@@ -97,66 +97,33 @@ impl Stepped {
 /// Adds a prompt's rows of one layer to its heads; returns what the prompt attends.
 pub(super) fn prefill_heads(mut heads: Vec<&mut Head>, rows: Rows, model_window: Option<usize>) -> Context {
     let caches: Vec<&KvHead> = heads.iter().map(|head| &head.kv).collect();
-    let context = Context::join(rows.q_rope, rows.k_rope, rows.v, &caches);
+    let context = Context::join(rows, &caches);
     heads.par_iter_mut().enumerate().for_each(|(c, head)| {
-        let prompt = PromptRows {
-            k_pre: &rows.k_pre,
-            context: &context,
-            kv_head: c,
-            model_window,
-        };
-        prompt.cache(&mut head.kv);
-        head.chooser.retriever.prefill(&prompt.view(&head.kv));
+        cache_prompt(&context, c, model_window, &mut head.kv);
+        head.chooser.retriever.prefill(&prompt(&context, c, &head.kv));
         head.chooser.restart_tail(&head.kv, model_window);
     });
     context
 }
 
-/// The rows of a prompt for one KV head, before they are cached.
-pub(super) struct PromptRows<'a> {
-    /// The layer's new keys before rotation, `[g,m,d]`.
-    pub k_pre: &'a Array3<f32>,
-    /// What the prompt attends in this layer.
-    pub context: &'a Context,
-    pub kv_head: usize,
-    pub model_window: Option<usize>,
+/// Appends the new rows of KV head `c` to its cache.
+pub(super) fn cache_prompt(context: &Context, c: usize, model_window: Option<usize>, kv: &mut KvHead) {
+    let (keys, values) = context.attended(c);
+    let seen = attention::visible(keys.nrows() - 1, model_window);
+    kv.prompt(keys, values, &last_query(context.queries(c)), seen);
 }
 
-impl<'a> PromptRows<'a> {
-    /// Returns the rotated queries, `[r,m,d]`.
-    fn queries(&self) -> ArrayView3<'a, f32> {
-        let r = self.context.q_rope.len_of(Axis(0)) / self.k_pre.len_of(Axis(0));
-        let first = self.kv_head * r;
-        self.context.q_rope.slice(s![first..first + r, .., ..])
-    }
-
-    /// Returns the rotated keys and the values of every position, `[first + m, d]`.
-    fn attended(&self) -> (ArrayView2<'a, f32>, ArrayView2<'a, f32>) {
-        let Context { keys, values, .. } = self.context;
-        (
-            keys.index_axis(Axis(0), self.kv_head),
-            values.index_axis(Axis(0), self.kv_head),
-        )
-    }
-
-    /// Appends the new rows to a cache.
-    pub fn cache(&self, kv: &mut KvHead) {
-        let (keys, values) = self.attended();
-        let seen = attention::visible(keys.nrows() - 1, self.model_window);
-        kv.prompt(keys, values, &last_query(self.queries()), seen);
-    }
-
-    /// Returns the prompt as methods see it.
-    pub fn view(&self, kv: &'a KvHead) -> Prompt<'a> {
-        let (keys, values) = self.attended();
-        Prompt {
-            first: keys.nrows() - self.k_pre.len_of(Axis(1)),
-            k_pre: self.k_pre.index_axis(Axis(0), self.kv_head),
-            q_rope: self.queries(),
-            keys,
-            values,
-            kv,
-        }
+/// Returns the prompt of KV head `c` as methods see it; the cache already holds its rows.
+pub(super) fn prompt<'a>(context: &'a Context, c: usize, kv: &'a KvHead) -> Prompt<'a> {
+    let (keys, values) = context.attended(c);
+    let k_pre = context.k_pre.index_axis(Axis(0), c);
+    Prompt {
+        first: keys.nrows() - k_pre.nrows(),
+        k_pre,
+        q_rope: context.queries(c),
+        keys,
+        values,
+        kv,
     }
 }
 

@@ -21,7 +21,6 @@ use crate::model::forward::{Context, Layers, Rows};
 use crate::model::layer::{rotated, rotated_to};
 use crate::model::rope::RopeTable;
 use crate::model::{Decoder, States};
-use crate::runner::head::PromptRows;
 use crate::runner::{DecodeOptions, Shares};
 
 /// A text whose last tokens are fed one by one.
@@ -335,18 +334,13 @@ impl LayerInput<'_> {
             [self.index, c],
         );
         let context = Context {
+            k_pre: prompt(k_pre.view()),
             q_rope: prompt(q_rope.view()),
             keys: prompt(k_rope.view()),
             values: prompt(v),
         };
-        let new_keys = prompt(k_pre.view());
-        let rows = || PromptRows {
-            k_pre: &new_keys,
-            context: &context,
-            kv_head: 0,
-            model_window: self.window(),
-        };
-        head.prefill(&rows(), &rows(), &leaders(self.variants));
+        let leaders = leaders(self.variants);
+        head.prefill([&context, &context], 0, self.window(), &leaders);
         head.branch(self.measure == Measure::Losses);
         let d = config.head_dim;
         let mut outputs = Array4::zeros((self.steps, self.variants.len() + 1, r, d));

@@ -4,7 +4,7 @@ use ndarray::{Array1, Array2, Axis};
 use rayon::prelude::*;
 
 use super::super::DecodeOptions;
-use super::super::head::{Chooser, Head, PromptRows, Stepped, Token, decode_head, prefill_heads};
+use super::super::head::{Chooser, Head, Stepped, Token, cache_prompt, decode_head, prefill_heads, prompt};
 use super::Variant;
 use super::judge::{Judge, Metrics};
 use crate::compute::attention;
@@ -130,20 +130,11 @@ fn prefill_full(
         let held = heads.iter().map(|h| h.stored.as_ref().unwrap_or(&h.exact));
         held.collect()
     });
-    let rounded = stored.map(|caches| {
-        let (q, k, v) = (rows.q_rope.clone(), rows.k_rope.clone(), rows.v.clone());
-        Context::join(q, k, v, &caches)
-    });
-    let context = Context::join(rows.q_rope, rows.k_rope, rows.v, &exact);
+    let rounded = stored.map(|caches| Context::join(rows.clone(), &caches));
+    let context = Context::join(rows, &exact);
     heads.par_iter_mut().enumerate().for_each(|(c, head)| {
-        let rows = |context| PromptRows {
-            k_pre: &rows.k_pre,
-            context,
-            kv_head: c,
-            model_window,
-        };
         let seen = rounded.as_ref().unwrap_or(&context);
-        head.prefill(&rows(&context), &rows(seen), leaders);
+        head.prefill([&context, seen], c, model_window, leaders);
     });
     context
 }
@@ -185,14 +176,20 @@ impl HeadTrajectories {
         }
     }
 
-    /// Adds a prompt to the full trajectory; `seen` holds earlier rows as the variants' caches round them. After the
-    /// first prompt, a variant copies the index of the first variant of its method (its leader), if indexes do not
-    /// depend on the budget.
-    pub fn prefill(&mut self, exact: &PromptRows, seen: &PromptRows, leaders: &[usize]) {
+    /// Adds the prompt of KV head `c` of a context to the full trajectory; in the second context, `seen`, earlier rows are as
+    /// the variants' caches round them. After the first prompt, a variant copies the index of the first variant of its method
+    /// (its leader), if indexes do not depend on the budget.
+    pub fn prefill(
+        &mut self,
+        [exact, seen]: [&Context; 2],
+        c: usize,
+        model_window: Option<usize>,
+        leaders: &[usize],
+    ) {
         let is_first = self.exact.is_empty();
-        exact.cache(&mut self.exact);
+        cache_prompt(exact, c, model_window, &mut self.exact);
         if let Some(stored) = &mut self.stored {
-            seen.cache(stored);
+            cache_prompt(seen, c, model_window, stored);
         }
         let kv = self.stored.as_ref().unwrap_or(&self.exact);
         // Without judging there is no shadow after the first prompt.
@@ -201,8 +198,8 @@ impl HeadTrajectories {
         let shadows = self.shadows.par_iter_mut().enumerate();
         shadows.for_each(|(v, shadow)| {
             if !copies(v, shadow) {
-                shadow.retriever.prefill(&seen.view(kv));
-                shadow.restart_tail(kv, seen.model_window);
+                shadow.retriever.prefill(&prompt(seen, c, kv));
+                shadow.restart_tail(kv, model_window);
             }
         });
         for v in 0..self.shadows.len() {
@@ -210,7 +207,7 @@ impl HeadTrajectories {
             let shadow = &mut rest[0];
             if copies(v, shadow) {
                 shadow.retriever = before[leaders[v]].retriever.fork();
-                shadow.restart_tail(kv, seen.model_window);
+                shadow.restart_tail(kv, model_window);
             }
         }
     }
