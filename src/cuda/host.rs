@@ -104,7 +104,7 @@ impl<'a> HostBackend<'a> {
             .into_iter()
             .zip(&model.body.config.blocks)
             .map(|(index, block)| {
-                let head = |_| KvHead::new(options.kv, shape.head_dim, expected, options.packed);
+                let head = |_| KvHead::new(options.kv, shape.head_dim, expected, options.layout());
                 Ok(HostLayer {
                     heads: (0..shape.kv_heads).map(head).collect(),
                     index,

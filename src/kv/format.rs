@@ -177,9 +177,30 @@ impl KvType {
         self.keys.float().filter(|_| self.keys == self.values)
     }
 
-    /// Returns whether a fork of a cache shares its rows, and rows are read back as they were first stored.
+    /// Returns whether sinks and window are held in another way than other rows.
+    pub fn has_ends(self) -> bool {
+        [self.keys, self.values]
+            .iter()
+            .any(|format| format.end_bytes(1).is_some())
+    }
+
+    /// Returns how many bytes more than others a key and a value of d channels among the sinks or in the window take.
+    pub fn more_per_end(self, d: usize) -> usize {
+        let more = |format: RowFormat, part| {
+            let own = format.end_bytes(d);
+            own.map_or(0, |bytes| bytes - format.bytes(part, d))
+        };
+        more(self.keys, Part::Keys) + more(self.values, Part::Values)
+    }
+
+    /// Returns whether rows are read back as they were first stored.
     pub fn keeps_rows(self) -> bool {
         self.keys.keeps_rows() && self.values.keeps_rows()
+    }
+
+    /// Returns whether a fork of a cache shares its rows.
+    pub fn shares_rows(self) -> bool {
+        self.keys.shares_rows() && self.values.shares_rows()
     }
 }
 

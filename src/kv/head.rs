@@ -18,7 +18,7 @@ pub struct KvHead {
 }
 
 impl KvHead {
-    /// Makes an empty cache with space for `capacity` positions; only the 2-bit format uses `layout`.
+    /// Makes an empty cache with space for `capacity` positions; formats of few bits use `layout`.
     pub fn new(kind: KvType, d: usize, capacity: usize, layout: impl Into<Layout>) -> Self {
         let layout = layout.into();
         Self {
@@ -58,7 +58,7 @@ impl KvHead {
     }
 
     /// Returns a cache that starts with the rows of this cache; they are shared if the formats
-    /// [keep rows](KvType::keeps_rows), else copied.
+    /// [share rows](KvType::shares_rows), else copied.
     pub fn fork(&mut self) -> Self {
         Self {
             kind: self.kind,

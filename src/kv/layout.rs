@@ -1,5 +1,6 @@
-//! The options of the 2-bit cache: how keys are centered, and ablations of the format.
+//! The options of caches of few bits: how keys are centered, which rows keep more bits, and ablations.
 
+use super::static_set::{SINKS, WINDOW};
 use crate::parameters::choices;
 use ndarray::{ArrayView2, Axis};
 use rayon::prelude::*;
@@ -47,7 +48,7 @@ impl Center {
     }
 }
 
-/// The options of a 2-bit cache; values other than the defaults are for ablations.
+/// The options of caches of few bits. Those of the 2-bit cache come first; other values than the defaults are for ablations.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Layout {
     /// How the center of a channel is computed.
@@ -57,6 +58,10 @@ pub struct Layout {
     /// Whether a key is stored as signs and quantised magnitudes. If not, the centered key itself is
     /// quantised, as values are, and only the index uses the signs.
     pub signed: bool,
+    /// Number of first rows that other formats of few bits keep in bf16.
+    pub sinks: usize,
+    /// Number of last rows that they keep in bf16.
+    pub window: usize,
 }
 
 impl From<Center> for Layout {
@@ -65,6 +70,8 @@ impl From<Center> for Layout {
             center,
             full: FULL,
             signed: true,
+            sinks: SINKS,
+            window: WINDOW,
         }
     }
 }

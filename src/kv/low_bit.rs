@@ -1,4 +1,5 @@
-//! Cached rows in 4 and 2 bits, rotated by a Hadamard matrix: a scale and an offset in f16 per 64 channels.
+//! Cached rows in 4 and 2 bits, rotated by a Hadamard matrix: a scale and an offset in f16 per 64 channels. Sinks and window stay
+//! in bf16 (`ends`).
 //!
 //! Few channels of keys are much larger than the others, and would take all of the codes' range. A Hadamard matrix spreads them
 //! over all channels, and changes no product: `(q H) . (k H) = q . k`. Queries are rotated once per run of rows, and sums of
@@ -7,6 +8,7 @@
 use half::f16;
 use ndarray::{Array2, ArrayView1, ArrayView2};
 
+use super::ends::WithEnds;
 use super::layout::Layout;
 use super::rows::{Format, Part, RowCache, RowForm, RowStore};
 use crate::compute::attention::lanes::Simd;
@@ -31,7 +33,7 @@ pub(super) static INT4: LowBits = LowBits {
     bits: 4,
     word: Word {
         name: "int4",
-        help: "4 bits after a Hadamard rotation, and a scale and an offset in f16 per 64 channels",
+        help: "4 bits after a Hadamard rotation, and a scale and an offset in f16 per 64 channels; sinks and window in bf16",
     },
 };
 
@@ -40,7 +42,7 @@ pub(super) static INT2: LowBits = LowBits {
     bits: 2,
     word: Word {
         name: "int2",
-        help: "2 bits after a Hadamard rotation, and a scale and an offset in f16 per 64 channels",
+        help: "2 bits after a Hadamard rotation, and a scale and an offset in f16 per 64 channels; sinks and window in bf16",
     },
 };
 
@@ -53,12 +55,21 @@ impl Format for LowBits {
         [Some(width(self.bits, d)), None]
     }
 
-    fn cache(&self, _: Part, d: usize, capacity: usize, _: Layout) -> Box<dyn RowCache> {
-        if self.bits == 4 {
+    fn keeps_rows(&self) -> bool {
+        false
+    }
+
+    fn end_bytes(&self, d: usize) -> Option<usize> {
+        Some(2 * d)
+    }
+
+    fn cache(&self, _: Part, d: usize, capacity: usize, layout: Layout) -> Box<dyn RowCache> {
+        let packed: Box<dyn RowCache> = if self.bits == 4 {
             Box::new(Rotated(RowStore::<Codes<4>>::new(d, capacity)))
         } else {
             Box::new(Rotated(RowStore::<Codes<2>>::new(d, capacity)))
-        }
+        };
+        Box::new(WithEnds::new(d, layout, packed))
     }
 }
 

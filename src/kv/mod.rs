@@ -1,11 +1,12 @@
 //! The key-value cache: its rows in every type, the positions that a step always attends, and the budget for
 //! the positions that a method chooses.
 //!
-//! [`mod@format`] lists the formats of rows, of which each is a file: [`mod@float`], `int8`, `low_bit`, [`packed`]. [`rows`] and
+//! [`mod@format`] lists the formats of rows, of which each is a file: [`mod@float`], `int8`, `low_bit` (with `ends`), [`packed`]. [`rows`] and
 //! [`head`] hold the rows of one KV head on the CPU, [`cuda`] those of a layer on an NVIDIA GPU.
 
 pub mod budget;
 pub mod cuda;
+mod ends;
 pub mod float;
 pub mod format;
 pub mod head;

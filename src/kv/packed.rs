@@ -122,6 +122,10 @@ impl Format for TwoBits {
         false
     }
 
+    fn shares_rows(&self) -> bool {
+        false
+    }
+
     fn cache(&self, part: Part, d: usize, capacity: usize, layout: Layout) -> Box<dyn RowCache> {
         match part {
             Part::Keys => Box::new(SignRows::new(d, layout, capacity)),

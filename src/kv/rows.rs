@@ -42,13 +42,23 @@ pub trait Format: Sync {
         false
     }
 
-    /// Returns whether a row is read back as it was first stored, and forks share rows. If not, a later prompt may change how
-    /// earlier rows are held, and a fork copies them.
+    /// Returns whether a row is read back as it was first stored. If not, later rows may change how it is held.
     fn keeps_rows(&self) -> bool {
         true
     }
 
-    /// Makes an empty cache with space for `capacity` rows of d channels; only the 2-bit format uses `layout`.
+    /// Returns whether a fork of a cache shares its rows; if not, it copies them.
+    fn shares_rows(&self) -> bool {
+        true
+    }
+
+    /// Returns the bytes of a row of d channels among the sinks or in the window, if they are held in another way than the
+    /// others.
+    fn end_bytes(&self, _d: usize) -> Option<usize> {
+        None
+    }
+
+    /// Makes an empty cache with space for `capacity` rows of d channels; formats of few bits use `layout`.
     fn cache(&self, part: Part, d: usize, capacity: usize, layout: Layout) -> Box<dyn RowCache>;
 }
 
@@ -86,7 +96,7 @@ pub trait RowCache: CachedRows + Send {
     }
 
     /// Returns a cache that starts with the rows of this cache, which share them if the format
-    /// [keeps rows](Format::keeps_rows).
+    /// [shares rows](Format::shares_rows).
     fn fork(&mut self) -> Box<dyn RowCache>;
 
     /// Returns a copy.
@@ -213,6 +223,14 @@ impl<F: RowForm> RowStore<F> {
             now: &own(run.now),
             next: &own(next),
         });
+    }
+
+    /// Returns a new store of the last `n` rows, none of which is shared, with space for `capacity` rows.
+    pub(super) fn last(&self, n: usize, capacity: usize) -> Self {
+        let mut last = Self::new(self.d, capacity.max(n));
+        let from = self.data.len() - n * F::width(self.d);
+        last.data.extend(self.data[from..].iter().copied());
+        last
     }
 
     /// Returns the units of own rows.

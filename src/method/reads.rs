@@ -2,7 +2,7 @@
 
 use std::ops::Range;
 
-use crate::kv::KvType;
+use crate::kv::{KvType, Part};
 
 /// The bytes that memory moves at once: a cache line of the CPU.
 pub const CPU_GRANULE: usize = 64;
@@ -149,6 +149,19 @@ impl Reads {
             for width in arrays.into_iter().flatten() {
                 let bytes = |run: &&[u32]| run[0] as usize * width..(run[0] as usize + run.len()) * width;
                 self.moved(runs.iter().map(bytes));
+            }
+        }
+    }
+
+    /// Adds what memory moves of the ends of a cache that holds them [in another way](KvType::has_ends): so many sinks, and so many
+    /// rows of the window. A format that holds all rows alike counts as if its ends were arrays of their own.
+    pub fn end_rows(&mut self, kv: KvType, head_dim: usize, rows: [usize; 2]) {
+        for (format, part) in [(kv.keys, Part::Keys), (kv.values, Part::Values)] {
+            let width = format
+                .end_bytes(head_dim)
+                .unwrap_or_else(|| format.bytes(part, head_dim));
+            for rows in rows {
+                self.moved(std::iter::once(0..rows * width));
             }
         }
     }

@@ -65,6 +65,7 @@ impl SelfIndexParams {
             center: self.center(artifact)?,
             full: self.sign_full,
             signed: !self.plain_keys,
+            ..Layout::from(Center::Median)
         })
     }
 

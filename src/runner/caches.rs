@@ -42,7 +42,7 @@ impl Caches {
         let head = |layer: usize, kv_head: usize| {
             let place = options.place(c, method, layer, kv_head);
             Head {
-                kv: KvHead::new(place.kv, c.head_dim, capacity, options.packed),
+                kv: KvHead::new(place.kv, c.head_dim, capacity, options.layout()),
                 chooser: Chooser::new(method, place),
             }
         };
@@ -92,9 +92,9 @@ impl Caches {
     }
 
     /// Returns whether forks of these caches share their rows.
-    pub fn keeps_rows(&self) -> bool {
+    pub fn shares_rows(&self) -> bool {
         let heads = self.heads.iter().flatten();
-        heads.map(|head| head.kv.kind()).all(KvType::keeps_rows)
+        heads.map(|head| head.kv.kind()).all(KvType::shares_rows)
     }
 
     /// Returns caches that share the rows of these, for a step that attends everything and leaves these as they are.

@@ -70,7 +70,7 @@ impl Backend for CpuBackend<'_> {
     /// The caches are shared with copies, to which the step adds its rows. If copies would hold all rows again, there is no such
     /// step.
     fn peek_in_full(&mut self, id: u32, position: usize) -> Result<Option<Array1<f32>>> {
-        if !self.caches.keeps_rows() {
+        if !self.caches.shares_rows() {
             return Ok(None);
         }
         let caches = &mut self.caches.in_full();

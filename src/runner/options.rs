@@ -12,7 +12,7 @@ pub struct DecodeOptions {
     pub limits: Limits,
     /// Element type of the cache.
     pub kv: KvType,
-    /// How the 2-bit cache holds its rows.
+    /// How the 2-bit cache holds its rows; see [`DecodeOptions::layout`].
     pub packed: Layout,
     /// How many bytes the machine's memory moves at once, a power of two; see [`Reads`](crate::method::Reads).
     pub granule: usize,
@@ -26,6 +26,15 @@ impl DecodeOptions {
             kv,
             packed: Center::Median.into(),
             granule: CPU_GRANULE,
+        }
+    }
+
+    /// Returns how caches of few bits hold their rows: what every step attends keeps more bits.
+    pub fn layout(&self) -> Layout {
+        Layout {
+            sinks: self.limits.sinks,
+            window: self.limits.window,
+            ..self.packed
         }
     }
 

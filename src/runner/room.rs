@@ -3,6 +3,7 @@
 use super::options::DecodeOptions;
 use crate::error::{Error, Result};
 use crate::heap::free_bytes;
+use crate::kv::Limits;
 use crate::method::{Method, Place};
 use crate::model::ModelConfig;
 use crate::wording::size;
@@ -21,6 +22,12 @@ fn places<'a>(
     heads.map(move |(layer, head)| options.place(config, method, layer, head))
 }
 
+/// Returns the bytes of the keys and values of one more position in all layers.
+pub fn position_bytes(config: &ModelConfig, method: &dyn Method, options: &DecodeOptions) -> usize {
+    let of = |place: Place| place.kv.bytes_per_position(place.head_dim);
+    places(config, method, options).map(of).sum()
+}
+
 /// Returns the bytes of the keys and values of some positions.
 pub fn row_bytes(
     config: &ModelConfig,
@@ -28,9 +35,14 @@ pub fn row_bytes(
     options: &DecodeOptions,
     positions: usize,
 ) -> usize {
-    let position = |place: Place| place.kv.bytes_per_position(place.head_dim);
-    let all: usize = places(config, method, options).map(position).sum();
-    all.saturating_mul(positions)
+    let more = |place: Place| {
+        let Limits { sinks, window, .. } = place.limits;
+        let ends = sinks.saturating_add(window).min(positions);
+        place.kv.more_per_end(place.head_dim).saturating_mul(ends)
+    };
+    let ends = places(config, method, options).map(more);
+    let all = position_bytes(config, method, options).saturating_mul(positions);
+    ends.fold(all, usize::saturating_add)
 }
 
 /// Estimates the bytes of the method's indexes of some positions.

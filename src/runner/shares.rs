@@ -86,6 +86,20 @@ pub(crate) fn add_rows(
     head_dim: usize,
 ) {
     let rows = attended(choice, set, group);
+    if kv.has_ends() {
+        let (sinks, is_whole) = (set.sinks.len(), rows > set.sinks.len());
+        // The array of the other rows begins behind the sinks.
+        let others = |positions: &[u32]| -> Vec<u32> {
+            positions.iter().map(|p| p.saturating_sub(sinks as u32)).collect()
+        };
+        let chosen = if is_whole {
+            others(&choice.positions)
+        } else {
+            Vec::new()
+        };
+        reads.rows(kv, head_dim, &chosen, &others(&choice.ranked));
+        return reads.end_rows(kv, head_dim, [sinks, if is_whole { set.window.len() } else { 0 }]);
+    }
     if reads.moves_whole_rows(kv, head_dim) {
         return reads.unlisted_rows(kv, head_dim, rows, choice.ranked.len());
     }
@@ -106,6 +120,8 @@ pub struct Counts {
     pub visible: u64,
     /// K and V rows attended, static set included.
     pub rows: u64,
+    /// Rows of the static set: all of them, and how many of them were attended.
+    pub ends: [u64; 2],
     /// Keys that were read to rank positions and then not attended.
     pub ranked_keys: u64,
     /// Bytes of these rows and keys.
@@ -130,6 +146,7 @@ impl Counts {
         choices: 0,
         visible: 0,
         rows: 0,
+        ends: [0, 0],
         ranked_keys: 0,
         kv_bytes: 0,
         visible_bytes: 0,
@@ -157,6 +174,8 @@ impl Counts {
             choices: 1,
             visible: set.visible().len() as u64,
             rows: rows as u64,
+            // Bypassed heads attend the sinks alone.
+            ends: [set.len(), rows.min(set.len())].map(|rows| rows as u64),
             ranked_keys: choice.ranked.len() as u64,
             ..Self::NONE
         };
@@ -172,11 +191,15 @@ impl Counts {
 
     /// Returns the same counts with the bytes of rows and keys in a cache of type `kv` with `head_dim` channels.
     pub(crate) fn in_rows(self, kv: KvType, head_dim: usize) -> Self {
-        let [row, key] =
-            [kv.bytes_per_position(head_dim), kv.bytes_per_key(head_dim)].map(|bytes| bytes as u64);
+        let (row, key, more) = (
+            kv.bytes_per_position(head_dim) as u64,
+            kv.bytes_per_key(head_dim) as u64,
+            kv.more_per_end(head_dim) as u64,
+        );
+        let [ends, attended] = self.ends;
         Self {
-            kv_bytes: self.rows * row + self.ranked_keys * key,
-            visible_bytes: self.visible * row,
+            kv_bytes: self.rows * row + attended * more + self.ranked_keys * key,
+            visible_bytes: self.visible * row + ends * more,
             ..self
         }
     }
@@ -220,6 +243,7 @@ impl AddAssign for Counts {
         self.choices += other.choices;
         self.visible += other.visible;
         self.rows += other.rows;
+        self.ends = [0, 1].map(|i| self.ends[i] + other.ends[i]);
         self.ranked_keys += other.ranked_keys;
         self.kv_bytes += other.kv_bytes;
         self.visible_bytes += other.visible_bytes;

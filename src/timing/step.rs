@@ -162,8 +162,12 @@ impl<'a> CpuSteps<'a> {
     /// attended, only the rows that were read to choose count.
     pub fn shares(&self) -> Value {
         let LayerSetting { kv, layer, .. } = self.setting;
-        let rows = if self.setting.attends { self.counts.rows } else { 0 };
-        let counts = Counts { rows, ..self.counts }.in_rows(*kv, layer.head_dim);
+        let mut counts = self.counts;
+        if !self.setting.attends {
+            counts.rows = 0;
+            counts.ends[1] = 0;
+        }
+        let counts = counts.in_rows(*kv, layer.head_dim);
         json!({
             "bytes_read_fraction": counts.bytes_fraction(),
             "granule": CPU_GRANULE,

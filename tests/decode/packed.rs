@@ -40,7 +40,7 @@ pub fn cases() -> Vec<Case> {
             special.layout = Layout {
                 full: 0,
                 signed: false,
-                center: Center::Mean,
+                ..Layout::from(Center::Mean)
             }
         }),
     ]

@@ -43,9 +43,9 @@ pub fn cases() -> Vec<Case> {
     };
     let f32 = Some(Float::F32);
     let mean = |full, signed| Layout {
-        center: Center::Mean,
         full,
         signed,
+        ..Layout::from(Center::Mean)
     };
     vec![
         case("llama", [1, 2, 4, 128], 2500, Some(Float::Bf16)),

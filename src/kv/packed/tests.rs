@@ -179,6 +179,7 @@ fn rows_are_attended_as_they_are_read() {
             center: Center::Mean,
             full: 5,
             signed,
+            ..Layout::from(Center::Mean)
         };
         let mut packed = Packed::new(d, layout, 0);
         let mut exact = keys(0, 200, d);
@@ -275,6 +276,7 @@ fn the_ablations_hold_what_they_say() {
             center: Center::Mean,
             full,
             signed,
+            ..Layout::from(Center::Mean)
         };
         let mut packed = Packed::new(d, layout, n);
         packed.prompt(exact.view(), exact.view(), &vec![1.0; d], 0..n);

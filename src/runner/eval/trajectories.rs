@@ -154,7 +154,7 @@ impl HeadTrajectories {
         capacity: usize,
         [layer, kv_head]: [usize; 2],
     ) -> Self {
-        let kv = |kind| KvHead::new(kind, c.head_dim, capacity, options.packed);
+        let kv = |kind| KvHead::new(kind, c.head_dim, capacity, options.layout());
         // All variants read the same rows: in the formats of the head plan, if there is one.
         let planned = variants
             .iter()
