@@ -11,9 +11,11 @@
 # make cluster-test   the scripts of docs/cluster.md on a Slurm that runs on this machine meanwhile; less than three minutes
 # make static   a program that carries OpenBLAS inside (Linux; libgfortran-12-dev beside what `make demo` needs)
 # make screenshots   docs/pictures/report-*.png, the report of the real model
+# make launches   src/compute/cuda/launches, the Rust side of the kernels, from what kernels/*.cu declare
 # make cuda   fetch a CUDA compiler (524 MB on disk) where there is none, for the kernels and their test
 
 CARGO ?= cargo
+RUSTC ?= rustc
 KVSMITH = target/release/kvsmith
 DEMO = target/demo
 PYTHON = target/python/bin/python
@@ -28,7 +30,7 @@ TRANSFORMERS =
 TABLES = text long same claims questions-4096 questions-8192 wpq-bits wpq-center row-formats equal-time code-store index-search
 REAL_PYTHON = $(REAL)/python/bin/python
 
-.PHONY: all static demo test check fuzz setup vulkan chromium cuda golden clean results sweep pages real study screenshots gpu-kit gpu-check \
+.PHONY: all static demo test check fuzz setup vulkan chromium cuda launches golden clean results sweep pages real study screenshots gpu-kit gpu-check \
 	cluster-test
 
 # `kvsmith --version` tells the commit.
@@ -60,6 +62,12 @@ demo: all
 # program runs.
 cuda:
 	@sh scripts/cuda.sh target/cuda
+
+# After a change of a kernel's declaration; a build fails until then.
+launches:
+	@mkdir -p target
+	$(RUSTC) --edition 2024 -o target/write_launches build/write_launches.rs
+	target/write_launches
 
 test: setup vulkan chromium target/python/complete
 	@sh scripts/cuda.sh target/cuda || echo "note: no CUDA compiler: the tests that need one will be ignored" >&2

@@ -1,5 +1,5 @@
-//! Generates typed launches for the kernels of `kernels/` and `shaders/`, and compiles `kernels/` with nvcc
-//! to embed the machine code in the program.
+//! Checks that the typed launches of the kernels of `kernels/` are what these declare, generates those of `shaders/`, and
+//! compiles `kernels/` with nvcc to embed the machine code in the program.
 //!
 //! nvcc is `KVSMITH_NVCC`, else the first found in `CUDA_HOME`, in `PATH` and where `make cuda` puts it.
 //! Without nvcc, the program compiles its kernels at run time.
@@ -35,7 +35,7 @@ fn main() {
     println!("cargo:rerun-if-env-changed=CUDA_HOME");
     watch_sources();
     let out = PathBuf::from(env::var_os("OUT_DIR").expect("cargo sets OUT_DIR"));
-    write_launches(&out);
+    read_kernels(&out);
     println!("cargo:rerun-if-changed=shaders");
     #[cfg(feature = "wgpu")]
     {
@@ -74,14 +74,13 @@ fn watch_sources() {
     }
 }
 
-/// Writes the table of the kernels with their typed launches, and their sources as one file.
-fn write_launches(out: &Path) {
-    let read = kernels::read_folder(Path::new("kernels"));
+/// Checks that the committed launches are what the kernels declare, and writes the sources as one file.
+fn read_kernels(out: &Path) {
+    println!("cargo:rerun-if-changed={}", launches::LAUNCHES);
+    let read = kernels::read_folder(Path::new(launches::KERNELS));
     let (kernels, source) = read.unwrap_or_else(|e| panic!("kernels/: {e}"));
-    let launches = launches::write(&kernels).unwrap_or_else(|e| panic!("kernels/: {e}"));
-    for (name, text) in [("kernels.rs", launches), ("kernels.cu", source)] {
-        std::fs::write(out.join(name), text).expect("OUT_DIR can be written to");
-    }
+    launches::check(&kernels, Path::new(launches::LAUNCHES)).unwrap_or_else(|e| panic!("{e}"));
+    std::fs::write(out.join("kernels.cu"), source).expect("OUT_DIR can be written to");
 }
 
 /// The compilers.

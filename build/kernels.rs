@@ -7,6 +7,8 @@ use std::path::Path;
 /// A kernel as its source declares it.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Kernel {
+    /// The file that declares it, such as `attend.cu`.
+    pub file: String,
     /// Its name.
     pub name: String,
     /// Threads per block.
@@ -32,24 +34,37 @@ pub struct Parameter {
     pub is_optional: bool,
 }
 
+/// Lines of one file.
+#[derive(Debug)]
+struct Piece {
+    file: String,
+    text: String,
+}
+
 /// Reads the kernels of `<folder>/kvsmith.cu`, and joins the sources into one text without local `#include`s.
 ///
 /// # Errors
 /// A malformed declaration; a file that cannot be read or that nothing includes.
 pub fn read_folder(folder: &Path) -> Result<(Vec<Kernel>, String), String> {
-    let (mut files, mut source) = (Vec::new(), String::new());
-    include(folder, "kvsmith.cu", &mut files, &mut source)?;
+    let (mut files, mut pieces) = (Vec::new(), Vec::new());
+    include(folder, "kvsmith.cu", &mut files, &mut pieces)?;
     let found = std::fs::read_dir(folder).map_err(|e| e.to_string())?;
     for name in found.filter_map(|file| file.ok()?.file_name().into_string().ok()) {
         if name.ends_with(".cu") && !files.contains(&name) {
             return Err(format!("{name} is not included by kvsmith.cu"));
         }
     }
-    Ok((read(&source)?, source))
+    let source = pieces.iter().map(|piece| piece.text.as_str()).collect();
+    Ok((read_pieces(&pieces)?, source))
 }
 
-/// Appends a file to `source`, after the files that it includes; each file only once.
-fn include(folder: &Path, name: &str, files: &mut Vec<String>, source: &mut String) -> Result<(), String> {
+/// Appends a file to `pieces`, after the files that it includes; each file only once.
+fn include(
+    folder: &Path,
+    name: &str,
+    files: &mut Vec<String>,
+    pieces: &mut Vec<Piece>,
+) -> Result<(), String> {
     // GPU compilers do not see the emulation.
     if name == "emulate.h" || files.iter().any(|file| file == name) {
         return Ok(());
@@ -58,30 +73,50 @@ fn include(folder: &Path, name: &str, files: &mut Vec<String>, source: &mut Stri
     let text = std::fs::read_to_string(folder.join(name)).map_err(|e| format!("{name}: {e}"))?;
     for line in text.lines().filter(|line| *line != "#pragma once") {
         match line.strip_prefix("#include \"") {
-            Some(included) => include(folder, included.trim_end_matches('"'), files, source)?,
-            None => *source += &format!("{line}\n"),
+            Some(included) => include(folder, included.trim_end_matches('"'), files, pieces)?,
+            None => match pieces.last_mut() {
+                Some(piece) if piece.file == name => piece.text += &format!("{line}\n"),
+                _ => pieces.push(Piece {
+                    file: name.to_owned(),
+                    text: format!("{line}\n"),
+                }),
+            },
         }
     }
     Ok(())
 }
 
-/// Reads the kernels that a source declares, in order.
+/// Reads the kernels that the text of a file declares, in order.
 ///
 /// # Errors
 /// A malformed declaration.
-pub fn read(source: &str) -> Result<Vec<Kernel>, String> {
-    let source = source.replace("\\\n", " ");
-    let lines = source.lines().map(|line| line.split("//").next().unwrap_or(line));
-    let (defines, code): (Vec<&str>, Vec<&str>) = lines.partition(|line| line.starts_with("#define "));
-    let macros = Macros(defines.into_iter().filter_map(Macro::of).collect());
-    let code = code.join("\n");
+pub fn read(file: &str, text: &str) -> Result<Vec<Kernel>, String> {
+    read_pieces(&[Piece {
+        file: file.to_owned(),
+        text: text.to_owned(),
+    }])
+}
+
+/// Reads the kernels that the pieces declare, in order; each may use the macros of all.
+fn read_pieces(pieces: &[Piece]) -> Result<Vec<Kernel>, String> {
+    let texts: Vec<String> = pieces.iter().map(|p| p.text.replace("\\\n", " ")).collect();
+    let split = texts.iter().map(|text| {
+        let lines = text.lines().map(|line| line.split("//").next().unwrap_or(line));
+        lines.partition(|line| line.starts_with("#define "))
+    });
+    let (defines, code): (Vec<Vec<&str>>, Vec<Vec<&str>>) = split.unzip();
+    let macros = Macros(defines.into_iter().flatten().filter_map(Macro::parse).collect());
     let mut kernels = Vec::new();
-    for (at, _) in code.match_indices("KERNEL") {
-        let line = code[at..].lines().next().unwrap_or_default();
-        let declared = arguments(&code[at..]).filter(|_| at == 0 || code[..at].ends_with('\n'));
-        let kernel = declared.ok_or("a declaration stands at the start of a line".to_owned());
-        let kernel = kernel.and_then(|(keyword, declared)| Kernel::of(keyword, declared, &macros));
-        kernels.push(kernel.map_err(|e| format!("{line}: {e}"))?);
+    for (piece, code) in pieces.iter().zip(code) {
+        let code = code.join("\n");
+        for (at, _) in code.match_indices("KERNEL") {
+            let line = code[at..].lines().next().unwrap_or_default();
+            let declared = arguments(&code[at..]).filter(|_| at == 0 || code[..at].ends_with('\n'));
+            let kernel = declared.ok_or("a declaration stands at the start of a line".to_owned());
+            let kernel =
+                kernel.and_then(|(keyword, declared)| Kernel::parse(&piece.file, keyword, declared, &macros));
+            kernels.push(kernel.map_err(|e| format!("{line}: {e}"))?);
+        }
     }
     let mut names = HashSet::new();
     match kernels.iter().find(|kernel| !names.insert(&kernel.name)) {
@@ -91,7 +126,8 @@ pub fn read(source: &str) -> Result<Vec<Kernel>, String> {
 }
 
 impl Kernel {
-    fn of(keyword: &str, declared: Vec<&str>, macros: &Macros) -> Result<Self, String> {
+    /// Parses the arguments of a declaration in `file`.
+    fn parse(file: &str, keyword: &str, declared: Vec<&str>, macros: &Macros) -> Result<Self, String> {
         let n = match keyword {
             "KERNEL" => 2,
             "KERNEL_SHARED" => 3,
@@ -102,13 +138,14 @@ impl Kernel {
         let (name, parameters) = rest.split_first().ok_or("no name")?;
         let parameters = macros.expand(&parameters.join(","));
         let kernel = Self {
+            file: file.to_owned(),
             name: (*name).to_owned(),
             threads: number(0)?,
             blocks: number(1)?,
             shared_bytes: number(2)?,
             parameters: split(&parameters, ',')
                 .into_iter()
-                .map(Parameter::of)
+                .map(Parameter::parse)
                 .collect::<Result<_, _>>()?,
         };
         if is_name(name) && kernel.threads.is_multiple_of(32) && (1..=1024).contains(&kernel.threads) {
@@ -120,7 +157,7 @@ impl Kernel {
 }
 
 impl Parameter {
-    fn of(text: &str) -> Result<Self, String> {
+    fn parse(text: &str) -> Result<Self, String> {
         let spaced = text.replace('*', " * ");
         let mut words = spaced.split_whitespace().peekable();
         let is_optional = words.next_if_eq(&"OPTIONAL").is_some();
@@ -158,7 +195,7 @@ struct Macro {
 
 impl Macro {
     /// Parses the name and the macro of a `#define` line; ignores `OPTIONAL`, which is only a mark.
-    fn of(line: &str) -> Option<(String, Self)> {
+    fn parse(line: &str) -> Option<(String, Self)> {
         let line = line.strip_prefix("#define ")?.trim();
         let end = line.find(|c| !is_letter(c)).unwrap_or(line.len());
         let (name, rest) = line.split_at(end);

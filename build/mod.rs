@@ -1,4 +1,4 @@
-//! The code generators of `build.rs`, in files that tests include too.
+//! The code generators of `build.rs` and `make launches`, in files that tests include too.
 
 // A test uses only part of it.
 #![allow(dead_code)]

@@ -1,5 +1,5 @@
 //! The CUDA kernels compile without a warning, fit the GPUs that they are launched on, and are the kernels that
-//! `build.rs` found in their sources.
+//! `build.rs` found in their sources and that the committed launches are for.
 //!
 //! Tests that need the nvcc that `build.rs` found show as ignored if there is none.
 
@@ -55,6 +55,7 @@ fn main() -> ExitCode {
         ("parser::refuses", parser_refuses),
         ("parser::files", parser_files),
         ("families", families),
+        ("launches", launches),
     ] {
         trials.push(Trial::test(name, move || {
             check();
@@ -79,7 +80,7 @@ fn parser() {
                   #define BYTES(d, n) (4 * (d + 8) \\\n    * n)\n#define ROWS(T) const T *rows, u64 n\n\
                   KERNEL(256, 2, first, const float* x, OPTIONAL u32* y, // a comment, (\n    double eps) {\n\
                   KERNEL_SHARED(32, 1, 1 + BYTES(64, 2), second_half_64, ROWS(u16), float scale) {}\n";
-    let kernels = build::kernels::read(source).unwrap();
+    let kernels = build::kernels::read("", source).unwrap();
     let read = kernels.iter().map(|k| {
         let parameters = k.parameters.iter().map(|p| {
             let marks = (p.is_pointer, p.is_optional);
@@ -131,7 +132,7 @@ fn parser_refuses() {
         [twice, "k is declared twice"],
     ];
     for [source, expected] in table(CASES).into_iter().chain(others) {
-        let e = build::kernels::read(source).expect_err(source);
+        let e = build::kernels::read("", source).expect_err(source);
         assert!(e.contains(expected), "{source}: {e}");
     }
 }
@@ -148,7 +149,8 @@ fn parser_files() {
     write("a.cu", "#include \"a.h\"\nKERNEL(32, 1, a, PARAMETERS) {}\n");
     write("b.cu", "#include \"a.h\"\nKERNEL(32, 1, b, PARAMETERS) {}\n");
     let (kernels, source) = build::kernels::read_folder(dir.path()).unwrap();
-    assert_eq!(kernels.len(), 2);
+    let files = kernels.iter().map(|kernel| [&kernel.name[..], &kernel.file]);
+    assert_eq!(files.collect::<Vec<_>>(), [["a", "a.cu"], ["b", "b.cu"]]);
     assert_eq!(
         source,
         "#define PARAMETERS u32 n\nKERNEL(32, 1, a, PARAMETERS) {}\nKERNEL(32, 1, b, PARAMETERS) {}\n"
@@ -162,13 +164,13 @@ fn parser_files() {
 fn families() {
     let write = |second: &str| {
         let source = format!("KERNEL(32, 1, k_half_64, const u16* x, u32 n) {{}}\n{second} {{}}\n");
-        build::launches::write(&build::kernels::read(&source).unwrap())
+        build::launches::write(&build::kernels::read("k.cu", &source).unwrap())
     };
-    let launches = write("KERNEL(32, 1, k_float_64, const float* x, u32 n)").unwrap();
-    assert!(
-        launches.contains("pub struct K<'b>") || launches.contains("struct K<'b>"),
-        "{launches}"
-    );
+    let files = write("KERNEL(32, 1, k_float_64, const float* x, u32 n)").unwrap();
+    let names: Vec<&str> = files.iter().map(|(name, _)| &name[..]).collect();
+    assert_eq!(names, ["mod.rs", "k.rs"]);
+    let launches = &files[1].1;
+    assert!(launches.contains("pub(crate) struct K<'b>"), "{launches}");
     assert!(
         launches.contains("pub x: Ptr<'b, c_void>,\n    pub n: usize,"),
         "{launches}"
@@ -182,6 +184,36 @@ fn families() {
         let e = write(&format!("KERNEL(32, 1, k_bfloat_64, {other})")).unwrap_err();
         assert_eq!(e, "k_bfloat_64 has other parameters than the rest of k");
     }
+}
+
+/// The committed launches are those of the kernels, and other ones are noticed and written anew.
+fn launches() {
+    let root = Path::new(env!("CARGO_MANIFEST_DIR"));
+    let (mut kernels, _) = build::kernels::read_folder(&root.join(build::launches::KERNELS)).unwrap();
+    build::launches::check(&kernels, &root.join(build::launches::LAUNCHES)).unwrap();
+    let dir = tempfile::tempdir().unwrap();
+    let folder = dir.path().join("launches");
+    let stale = |kernels: &[_], file: &str| {
+        let e = build::launches::check(kernels, &folder).unwrap_err();
+        let expected =
+            format!("src/compute/cuda/launches/{file} is not what kernels/*.cu declare: run `make launches`");
+        assert_eq!(e, expected);
+    };
+    let written = |kernels: &[_]| {
+        build::launches::update(kernels, &folder).unwrap();
+        build::launches::check(kernels, &folder).unwrap();
+    };
+    written(&kernels);
+    std::fs::write(folder.join("gone.rs"), "").unwrap();
+    stale(&kernels, "gone.rs");
+    written(&kernels);
+    std::fs::remove_file(folder.join("draw.rs")).unwrap();
+    stale(&kernels, "draw.rs");
+    written(&kernels);
+    let kernel = kernels.iter_mut().find(|kernel| kernel.name == "draw").unwrap();
+    kernel.parameters.pop();
+    stale(&kernels, "draw.rs");
+    written(&kernels);
 }
 
 /// What the compilers said of each kernel when the build made its images, with warnings as errors.

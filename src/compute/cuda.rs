@@ -12,6 +12,7 @@ pub(crate) mod clusters;
 pub mod driver;
 pub mod fill;
 pub mod kernels;
+mod launches;
 pub mod ledger;
 pub mod linear;
 #[cfg(feature = "cuda")]
@@ -21,6 +22,7 @@ pub mod nvidia;
 pub mod nvidia;
 mod points;
 pub(crate) mod rows;
+mod start;
 pub mod watched;
 
 use ndarray::{Array3, ArrayView3};

@@ -1,7 +1,7 @@
 //! What stands for NVIDIA GPUs in a build without the feature `cuda`: there are none.
 
 use super::driver::{Address, Arg, Driver, Launch};
-use super::kernels::Kernel;
+use super::start::Kernel;
 use crate::error::{Error, Result};
 
 fn absent() -> Error {

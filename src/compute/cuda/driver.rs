@@ -2,7 +2,7 @@
 
 use std::time::Instant;
 
-use super::kernels::Kernel;
+use super::start::Kernel;
 use crate::error::{Error, Result};
 
 /// An address in the device's memory.

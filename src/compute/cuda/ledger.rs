@@ -5,7 +5,7 @@ use std::collections::HashMap;
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
 use super::driver::{Address, Arg, Driver, Launch, Purpose};
-use super::kernels::Kernel;
+use super::start::Kernel;
 use crate::error::Result;
 
 /// The pages of a GPU, which allocations of more than half a page get whole.

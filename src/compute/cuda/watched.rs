@@ -4,7 +4,7 @@ use std::collections::BTreeSet;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use super::driver::{Address, Arg, Driver, Launch, Part, Product, Purpose};
-use super::kernels::Kernel;
+use super::start::Kernel;
 use crate::error::Result;
 
 /// Passes everything on to a device and notes the names of the kernels that are launched. It can stand for a device with
