@@ -24,7 +24,7 @@ use crate::compute::cuda::driver::{Purpose, allocating};
 use crate::error::{Error, Result};
 use crate::float::Float;
 use crate::kv::cuda::attend::LayerRows;
-use crate::kv::cuda::{Positions, Selection, Shape};
+use crate::kv::cuda::{Positions, CudaSelection, Shape};
 use crate::kv::sample::Sampler;
 use crate::kv::{KvHead, StaticSet};
 use crate::method::cuda::{CudaIndex, CudaNeeds, CudaStep, OnDevice, ServedLayer};
@@ -217,7 +217,7 @@ impl HostLayer<'_> {
         }
         let (g, kv, q) = (self.heads.len(), work.sizes.kv(), work.sizes.attended());
         let (mut keys, mut values, mut queries) = (vec![0.0; kv], vec![0.0; kv], vec![0.0; q]);
-        let mut lists = selection.map(Selection::arriving);
+        let mut lists = selection.map(CudaSelection::arriving);
         let mut parts = vec![
             work.heads.k_rope.to(&mut keys),
             work.heads.v.to(&mut values),

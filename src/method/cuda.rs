@@ -12,7 +12,7 @@ use crate::error::{Error, Result};
 use crate::kv::cuda::attend::{Attention, LayerRows};
 use crate::kv::cuda::cache::LayerCache;
 use crate::kv::cuda::prompt::{Prompts, Queries};
-use crate::kv::cuda::{Positions, Rotated, Selection, Shape};
+use crate::kv::cuda::{Positions, Rotated, CudaSelection, Shape};
 use crate::kv::{KvType, Limits, StaticSet};
 
 /// What a session requires of a method's index on the GPU.
@@ -207,7 +207,7 @@ pub trait CudaIndex {
     }
 
     /// Chooses the positions that the last position attends; `None` means all visible positions.
-    fn select(&self, step: &CudaStep<'_>) -> Result<Option<&Selection<'_>>>;
+    fn select(&self, step: &CudaStep<'_>) -> Result<Option<&CudaSelection<'_>>>;
 
     /// Learns from the attention over the chosen positions; may correct the attention's output.
     fn observe(&self, _step: &CudaStep<'_>, _attention: &Attention<'_>) -> Result<()> {
@@ -222,7 +222,7 @@ pub trait CudaIndex {
         &self,
         at: OnDevice<'_>,
         positions: &Positions<'_>,
-        chosen: Option<&Selection<'_>>,
+        chosen: Option<&CudaSelection<'_>>,
         sums: &Buffer<'_, f64>,
     ) -> Result<()> {
         kernels::TallyRows {

@@ -6,7 +6,7 @@ use super::declaration::{Declaration, InVerdict};
 use super::{Alike, Choice, Retriever, Step, everything};
 use crate::error::Result;
 use crate::kv::KvType;
-use crate::kv::cuda::Selection;
+use crate::kv::cuda::CudaSelection;
 
 /// The declaration of `full`.
 pub static METHOD: Declaration = Declaration {
@@ -35,7 +35,7 @@ impl CudaMethod for Full {
 }
 
 impl CudaIndex for Full {
-    fn select(&self, _: &CudaStep<'_>) -> Result<Option<&Selection<'_>>> {
+    fn select(&self, _: &CudaStep<'_>) -> Result<Option<&CudaSelection<'_>>> {
         Ok(None)
     }
 }

@@ -5,7 +5,7 @@ use kvsmith::internal::compute::cuda::driver::Driver;
 use kvsmith::internal::kv::cuda::attend::Attention;
 use kvsmith::internal::kv::cuda::packed::PackedLayer;
 use kvsmith::internal::kv::cuda::signs::{FULL, Signs};
-use kvsmith::internal::kv::cuda::{Selection, Shape};
+use kvsmith::internal::kv::cuda::{CudaSelection, Shape};
 use kvsmith::internal::kv::packed::{Packed, QUANT_GROUP, sign_bytes};
 use kvsmith::internal::method::ctkvr::Centroid;
 use kvsmith::internal::method::ctkvr::cuda::Ctkvr;
@@ -121,8 +121,8 @@ fn padded<'a, T: Copy + 'a>(rows: impl Iterator<Item = &'a [T]>, len: usize, zer
 }
 
 /// A selection of given positions: up to `most` per KV head, ascending.
-pub fn selection<'d>(driver: &'d dyn Driver, shape: Shape, most: usize, lists: &[Vec<u32>]) -> Selection<'d> {
-    let selection = Selection::new(driver, &shape.checked().unwrap(), most.max(1)).unwrap();
+pub fn selection<'d>(driver: &'d dyn Driver, shape: Shape, most: usize, lists: &[Vec<u32>]) -> CudaSelection<'d> {
+    let selection = CudaSelection::new(driver, &shape.checked().unwrap(), most.max(1)).unwrap();
     selection.write(lists).unwrap();
     selection
 }

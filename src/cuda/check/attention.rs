@@ -12,7 +12,7 @@ use crate::float::Float;
 use crate::kv::cuda::attend::{Attention, LayerRows};
 use crate::kv::cuda::bounds::{self, Pair, Precision};
 use crate::kv::cuda::prefill::{self, Piece};
-use crate::kv::cuda::{Positions, Selection, Shape};
+use crate::kv::cuda::{Positions, CudaSelection, Shape};
 use crate::kv::packed::Center;
 use crate::kv::{Budget, KvHead, KvType, Limits, StaticSet};
 
@@ -145,7 +145,7 @@ impl Layer {
             Some(most) => (0..g).map(|head| some_of(&set, most - 20 * head, head)).collect(),
         };
         let chosen = most.map(|most| {
-            let selection = Selection::new(driver, &self.shape()?, most)?;
+            let selection = CudaSelection::new(driver, &self.shape()?, most)?;
             selection.write(&lists)?;
             Ok::<_, Error>(selection)
         });
@@ -220,7 +220,7 @@ impl Layer {
         let ([g, r], d, n) = (HEADS, self.d, self.n);
         let filled = self.fill(driver, Limits::last(50))?;
         let set = StaticSet::at(n - 1, None, 0, 50);
-        let none = Selection::new(driver, &self.shape()?, 1)?;
+        let none = CudaSelection::new(driver, &self.shape()?, 1)?;
         none.write(&vec![Vec::new(); g])?;
         let (queries, attention) = (self.queries(1), Attention::new(driver, self.shape()?)?);
         let Filled { rows, positions, .. } = &filled;

@@ -1,8 +1,8 @@
-//! Attention of a decode step over cached rows: all visible ones, or the static set and a [`Selection`].
+//! Attention of a decode step over cached rows: all visible ones, or the static set and a [`CudaSelection`].
 
 use super::packed::PackedLayer;
 use super::prefill;
-use super::{Positions, Selection, Shape};
+use super::{Positions, CudaSelection, Shape};
 use crate::compute::cuda::buffer::{Buffer, Ptr};
 use crate::compute::cuda::driver::Driver;
 use crate::compute::cuda::fill::{Random, fill};
@@ -181,7 +181,7 @@ pub(crate) struct Rest<'b> {
 /// attends everything visible.
 type Lists<'b> = (Option<Ptr<'b, u32>>, Option<Ptr<'b, u32>>, usize);
 
-fn lists_of<'b>(chosen: Option<&'b Selection<'_>>) -> Lists<'b> {
+fn lists_of<'b>(chosen: Option<&'b CudaSelection<'_>>) -> Lists<'b> {
     chosen.map_or((None, None, 0), |to| {
         (Some(to.lists.ptr()), Some(to.listed.ptr()), to.most)
     })
@@ -247,7 +247,7 @@ impl<'d> Attention<'d> {
         queries: &Buffer<'_, f32>,
         rows: &LayerRows<'_>,
         positions: &Positions<'_>,
-        chosen: Option<&Selection<'_>>,
+        chosen: Option<&CudaSelection<'_>>,
     ) -> Result<()> {
         let w = self.shape.width();
         let parts = self.begin(Source::Rows(rows.float), queries, positions, chosen)?;
@@ -294,7 +294,7 @@ impl<'d> Attention<'d> {
         queries: &Buffer<'_, f32>,
         rows: &PackedLayer<'_>,
         positions: &Positions<'_>,
-        chosen: Option<&Selection<'_>>,
+        chosen: Option<&CudaSelection<'_>>,
     ) -> Result<()> {
         let parts = self.begin(Source::Packed, queries, positions, chosen)?;
         let signs = &rows.signs;
@@ -335,7 +335,7 @@ impl<'d> Attention<'d> {
         source: Source,
         queries: &Buffer<'_, f32>,
         positions: &Positions<'_>,
-        chosen: Option<&Selection<'_>>,
+        chosen: Option<&CudaSelection<'_>>,
     ) -> Result<usize> {
         let (shape, w) = (&self.shape, self.shape.width());
         let n = shape.query_heads();

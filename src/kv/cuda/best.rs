@@ -1,6 +1,6 @@
 //! Chooses the positions with the best scores within the budget: `kernels/best.cu`.
 
-use super::{Positions, Selection, Shape};
+use super::{Positions, CudaSelection, Shape};
 use crate::compute::cuda::buffer::{Buffer, Ptr};
 use crate::compute::cuda::driver::Driver;
 use crate::compute::cuda::kernels;
@@ -20,7 +20,7 @@ pub(crate) struct Best<'d> {
     pub histograms: Buffer<'d, u32>,
     /// What each pass found: `[b,g,3,4]`.
     found: Buffer<'d, u32>,
-    pub selection: Selection<'d>,
+    pub selection: CudaSelection<'d>,
 }
 
 impl<'d> Best<'d> {
@@ -33,7 +33,7 @@ impl<'d> Best<'d> {
             keys: Buffer::new(driver, "keys of scores", heads * shape.capacity)?,
             histograms: Buffer::zeros(driver, "histograms", heads * PASSES * BINS)?,
             found: Buffer::zeros(driver, "found keys", heads * PASSES * 4)?,
-            selection: Selection::new(driver, &shape, most)?,
+            selection: CudaSelection::new(driver, &shape, most)?,
         })
     }
 
@@ -43,7 +43,7 @@ impl<'d> Best<'d> {
     }
 
     /// Chooses by the current sort keys and the first histograms, which must be filled.
-    pub fn choose(&self, positions: &Positions<'_>) -> Result<&Selection<'d>> {
+    pub fn choose(&self, positions: &Positions<'_>) -> Result<&CudaSelection<'d>> {
         let to = &self.selection;
         let lists = [to.lists.ptr(), to.listed.ptr()];
         self.choose_into(positions.spans.ptr(), positions.budgets.ptr(), lists, to.most)?;

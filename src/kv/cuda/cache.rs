@@ -3,7 +3,7 @@
 use super::attend::{Attention, LayerRows};
 use super::packed::PackedLayer;
 use super::signs::FULL;
-use super::{Positions, Selection, Shape};
+use super::{Positions, CudaSelection, Shape};
 use crate::compute::cuda::buffer::Buffer;
 use crate::compute::cuda::driver::Driver;
 use crate::error::{Error, Result};
@@ -53,7 +53,7 @@ impl<'d> LayerCache<'d> {
         attention: &Attention<'_>,
         queries: &Buffer<'_, f32>,
         positions: &Positions<'_>,
-        chosen: Option<&Selection<'_>>,
+        chosen: Option<&CudaSelection<'_>>,
     ) -> Result<()> {
         match self {
             Self::Plain(rows) => attention.attend(queries, rows, positions, chosen),

@@ -1,6 +1,6 @@
 //! The key-value cache on an NVIDIA GPU, and decode attention that chooses and attends without the host.
 //!
-//! The state of a step lives on the device: [`Positions`] holds the lengths of the caches, a [`Selection`]
+//! The state of a step lives on the device: [`Positions`] holds the lengths of the caches, a [`CudaSelection`]
 //! the chosen positions, [`attend::LayerRows`] and [`packed::PackedLayer`] the cached rows of a layer. A step
 //! is a fixed sequence of kernel launches: sizes that depend on the context are bounded by the capacity, so
 //! that every step makes the same launches.
@@ -247,7 +247,7 @@ fn full(capacity: usize) -> Error {
 }
 
 /// The chosen positions of each KV head, ascending, between the sinks and the window.
-pub struct Selection<'d> {
+pub struct CudaSelection<'d> {
     /// Positions, `[b,g,most]`.
     pub(crate) lists: Buffer<'d, u32>,
     /// Number of positions, `[b,g]`.
@@ -261,7 +261,7 @@ pub struct Selection<'d> {
     pub(crate) blocks: usize,
 }
 
-/// Host memory into which a [`Selection`] is fetched.
+/// Host memory into which a [`CudaSelection`] is fetched.
 #[derive(Debug, Default)]
 pub struct Arriving {
     /// Positions, `[b,g,most]`.
@@ -281,7 +281,7 @@ impl Arriving {
     }
 }
 
-impl<'d> Selection<'d> {
+impl<'d> CudaSelection<'d> {
     /// Allocates space for `most` positions per KV head.
     ///
     /// # Errors
@@ -327,7 +327,7 @@ impl<'d> Selection<'d> {
         Ok(arrived.positions())
     }
 
-    /// Allocates host memory for [`Selection::parts`].
+    /// Allocates host memory for [`CudaSelection::parts`].
     pub fn arriving(&self) -> Arriving {
         Arriving {
             lists: vec![0; self.lists.len()],

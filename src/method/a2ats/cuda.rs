@@ -13,7 +13,7 @@ use crate::compute::cuda::kernels;
 use crate::compute::cuda::width;
 use crate::error::{Error, Result};
 use crate::kv::Limits;
-use crate::kv::cuda::{KINDS, Positions, Selection, Shape};
+use crate::kv::cuda::{KINDS, Positions, CudaSelection, Shape};
 use encode::Norms;
 pub(super) use index::random;
 
@@ -104,7 +104,7 @@ pub struct A2ats<'d> {
     marks: Buffer<'d, u8>,
     /// `[b,g,16,2]`.
     parts: Buffer<'d, u32>,
-    selection: Selection<'d>,
+    selection: CudaSelection<'d>,
 }
 
 impl<'d> A2ats<'d> {
@@ -136,7 +136,7 @@ impl<'d> A2ats<'d> {
             ranks: Buffer::new(driver, "codeword ranks", h * size)?,
             marks: Buffer::new(driver, "codeword marks", heads * size)?,
             parts: Buffer::new(driver, "codewords in part", heads * (KINDS - 1) * 2)?,
-            selection: Selection::new(driver, &shape, most.min(shape.capacity))?,
+            selection: CudaSelection::new(driver, &shape, most.min(shape.capacity))?,
         })
     }
 
@@ -200,7 +200,7 @@ impl<'d> A2ats<'d> {
         queries: &Buffer<'_, f32>,
         codebooks: &Codebooks<'_>,
         positions: &Positions<'_>,
-    ) -> Result<&Selection<'d>> {
+    ) -> Result<&CudaSelection<'d>> {
         let (r, d) = (self.shape.group, self.shape.head_dim);
         kernels::CountCandidates {
             codes: self.codes.ptr(),

@@ -15,7 +15,7 @@ use crate::compute::cuda::kernels;
 use crate::error::{Error, Result};
 use crate::kv::Limits;
 use crate::kv::cuda::attend::LayerRows;
-use crate::kv::cuda::{KINDS, Positions, SCAN, Selection, Shape};
+use crate::kv::cuda::{KINDS, Positions, SCAN, CudaSelection, Shape};
 use crate::method::ctkvr::{self as cpu, CtkvrParams, FRESH};
 use crate::method::cuda::OnDevice;
 use crate::method::topk::cuda::{BestByWeight, Weighed};
@@ -172,7 +172,7 @@ impl<'d> Ctkvr<'d> {
         queries: &Buffer<'_, f32>,
         rows: &LayerRows<'_>,
         positions: &Positions<'_>,
-    ) -> Result<&Selection<'d>> {
+    ) -> Result<&CudaSelection<'d>> {
         self.recall(queries)?;
         self.unite(positions)?;
         let space = &self.space;

@@ -11,7 +11,7 @@ use crate::compute::cuda::kernels;
 use crate::error::{Error, Result};
 use crate::kv::Limits;
 use crate::kv::cuda::attend::{Attention, LayerRows, Rest};
-use crate::kv::cuda::{Positions, SCAN, Selection, Shape};
+use crate::kv::cuda::{Positions, SCAN, CudaSelection, Shape};
 use crate::method::lfps as method;
 use crate::method::lfps::{QueryHead, Threshold};
 
@@ -53,7 +53,7 @@ pub struct LfpsWorkspace<'d> {
     /// Scores and then weights of the attended positions, `[b,h,room]`.
     attended: Buffer<'d, f32>,
     room: usize,
-    selection: Selection<'d>,
+    selection: CudaSelection<'d>,
 }
 
 impl<'d> LfpsWorkspace<'d> {
@@ -82,7 +82,7 @@ impl<'d> LfpsWorkspace<'d> {
             choice: Buffer::zeros(driver, "limits of ranks", shape.heads() * CHOICE)?,
             attended: Buffer::new(driver, "scores of what is attended", h * room)?,
             room,
-            selection: Selection::new(driver, &shape, most)?,
+            selection: CudaSelection::new(driver, &shape, most)?,
         })
     }
 }
@@ -183,7 +183,7 @@ impl<'d> Lfps<'d> {
         queries: &Buffer<'_, f32>,
         rows: &LayerRows<'_>,
         positions: &Positions<'_>,
-    ) -> Result<&Selection<'d>> {
+    ) -> Result<&CudaSelection<'d>> {
         self.begin(queries, rows, positions)?;
         self.set_thresholds(positions)?;
         self.mark(queries, rows, positions)?;

@@ -4,14 +4,14 @@ use super::{RandomDraws, Seed};
 use crate::compute::cuda::driver::Driver;
 use crate::error::Result;
 use crate::kv::Limits;
-use crate::kv::cuda::{Positions, Selection, Shape};
+use crate::kv::cuda::{Positions, CudaSelection, Shape};
 use crate::method::cuda::{CudaIndex, CudaMethod, CudaStep, Indexes, OnDevice, ServedLayer, each_served};
 
 /// The draws of one layer: see [`crate::method::random`].
 pub struct Draws<'d> {
     /// The draws of each KV head.
     heads: Vec<RandomDraws>,
-    selection: Selection<'d>,
+    selection: CudaSelection<'d>,
 }
 
 impl<'d> Draws<'d> {
@@ -31,12 +31,12 @@ impl<'d> Draws<'d> {
         let head = |kv_head| RandomDraws::new(seed, layer, kv_head);
         Ok(Self {
             heads: kv_heads.into_iter().map(head).collect(),
-            selection: Selection::new(driver, &shape, limits.most(shape.capacity))?,
+            selection: CudaSelection::new(driver, &shape, limits.most(shape.capacity))?,
         })
     }
 
     /// Draws for decode step number `step`, counted from 0.
-    pub fn select(&self, step: usize, positions: &Positions<'_>) -> Result<&Selection<'d>> {
+    pub fn select(&self, step: usize, positions: &Positions<'_>) -> Result<&CudaSelection<'d>> {
         let mut lists = Vec::new();
         for (set, budget) in positions.sets() {
             let draw = |head: &RandomDraws| head.draw(step, set.candidates.clone(), budget);
@@ -57,7 +57,7 @@ impl CudaMethod for Seed {
 }
 
 impl CudaIndex for Draws<'_> {
-    fn select(&self, step: &CudaStep<'_>) -> Result<Option<&Selection<'_>>> {
+    fn select(&self, step: &CudaStep<'_>) -> Result<Option<&CudaSelection<'_>>> {
         Draws::select(self, step.number, step.positions).map(Some)
     }
 

@@ -9,7 +9,7 @@ use crate::error::{Error, Result};
 use crate::kv::Limits;
 use crate::kv::cuda::best::Best;
 use crate::kv::cuda::signs::{FULL, Signs, words};
-use crate::kv::cuda::{Positions, Selection, Shape};
+use crate::kv::cuda::{Positions, CudaSelection, Shape};
 pub(super) use index::random;
 
 /// The centroids of one layer, and the buffers of a step.
@@ -66,7 +66,7 @@ impl<'d> SelfIndex<'d> {
         queries: &Buffer<'_, f32>,
         signs: &Signs<'_>,
         positions: &Positions<'_>,
-    ) -> Result<&Selection<'d>> {
+    ) -> Result<&CudaSelection<'d>> {
         let (best, shape) = (&self.best, &self.best.shape);
         let (capacity, pitch, spans) = (shape.capacity, signs.pitch(), positions.spans.ptr());
         let table_bytes = signs.pitch() * 32 * 4;

@@ -6,7 +6,7 @@ use crate::compute::cuda::driver::Driver;
 use crate::compute::cuda::kernels;
 use crate::error::Result;
 use crate::kv::Limits;
-use crate::kv::cuda::{Positions, Selection, Shape};
+use crate::kv::cuda::{Positions, CudaSelection, Shape};
 use crate::method::cuda::{
     ByWindow, CudaIndex, CudaMethod, CudaStep, Indexes, OnDevice, ServedLayer, each_served,
 };
@@ -16,7 +16,7 @@ use crate::method::streaming as cpu;
 pub struct Streaming<'d> {
     driver: &'d dyn Driver,
     shape: Shape,
-    selection: Selection<'d>,
+    selection: CudaSelection<'d>,
 }
 
 impl<'d> Streaming<'d> {
@@ -28,13 +28,13 @@ impl<'d> Streaming<'d> {
         let shape = shape.checked()?;
         Ok(Self {
             driver,
-            selection: Selection::new(driver, &shape, limits.most(shape.capacity))?,
+            selection: CudaSelection::new(driver, &shape, limits.most(shape.capacity))?,
             shape,
         })
     }
 
     /// Chooses the last candidates, those right before the window.
-    pub fn select(&self, positions: &Positions<'_>) -> Result<&Selection<'d>> {
+    pub fn select(&self, positions: &Positions<'_>) -> Result<&CudaSelection<'d>> {
         let (shape, to) = (&self.shape, &self.selection);
         kernels::ListRecent {
             spans: positions.spans.ptr(),
@@ -58,7 +58,7 @@ impl CudaMethod for cpu::Streaming {
 }
 
 impl CudaIndex for Rc<Streaming<'_>> {
-    fn select(&self, step: &CudaStep<'_>) -> Result<Option<&Selection<'_>>> {
+    fn select(&self, step: &CudaStep<'_>) -> Result<Option<&CudaSelection<'_>>> {
         Streaming::select(self, step.positions).map(Some)
     }
 }

@@ -10,7 +10,7 @@ use crate::error::Result;
 use crate::kv::Limits;
 use crate::kv::cuda::attend::LayerRows;
 use crate::kv::cuda::best::Best;
-use crate::kv::cuda::{Positions, Selection, Shape};
+use crate::kv::cuda::{Positions, CudaSelection, Shape};
 use crate::method::cuda::{
     ByWindow, CudaIndex, CudaMethod, CudaNeeds, CudaStep, Indexes, OnDevice, ServedLayer, each_served,
 };
@@ -120,7 +120,7 @@ impl<'d> TopK<'d> {
         queries: &Buffer<'_, f32>,
         rows: &LayerRows<'_>,
         positions: &Positions<'_>,
-    ) -> Result<&Selection<'d>> {
+    ) -> Result<&CudaSelection<'d>> {
         self.0.rank(&Weighed {
             queries: queries.ptr(),
             keys: rows.keys.ptr().cast(),
@@ -154,7 +154,7 @@ impl CudaMethod for cpu::TopK {
 }
 
 impl CudaIndex for Rc<TopK<'_>> {
-    fn select(&self, step: &CudaStep<'_>) -> Result<Option<&Selection<'_>>> {
+    fn select(&self, step: &CudaStep<'_>) -> Result<Option<&CudaSelection<'_>>> {
         TopK::select(self, step.queries.rope, step.rows()?, step.positions).map(Some)
     }
 

@@ -15,7 +15,7 @@ use crate::compute::cuda::kernels;
 use crate::error::Result;
 use crate::kv::Limits;
 use crate::kv::cuda::cache::LayerCache;
-use crate::kv::cuda::{Positions, SCAN, Selection, Shape};
+use crate::kv::cuda::{Positions, SCAN, CudaSelection, Shape};
 pub(super) use index::random;
 pub use quantisers::{Quantisers, Sizes};
 pub use space::{RefinedKeys, WpqWorkspace};
@@ -104,7 +104,7 @@ impl<'d> Wpq<'d> {
         queries: &Buffer<'_, f32>,
         cache: &LayerCache<'_>,
         positions: &Positions<'_>,
-    ) -> Result<&Selection<'d>> {
+    ) -> Result<&CudaSelection<'d>> {
         let space = &self.space;
         self.build_tables(queries, positions)?;
         self.driver
@@ -240,7 +240,7 @@ impl<'d> Wpq<'d> {
         &self,
         refined: &'s space::Refined<'d>,
         positions: &Positions<'_>,
-    ) -> Result<&'s Selection<'d>> {
+    ) -> Result<&'s CudaSelection<'d>> {
         let (best, to) = (&refined.best, &refined.best.selection);
         let lists = [to.lists.ptr(), to.listed.ptr()];
         best.choose_into(refined.spans.ptr(), positions.budgets.ptr(), lists, to.most)?;

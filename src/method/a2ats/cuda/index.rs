@@ -10,7 +10,7 @@ use super::encode::Encoder;
 use super::{A2ats, Codebooks, HeadConstants};
 use crate::compute::cuda::buffer::Buffer;
 use crate::error::Result;
-use crate::kv::cuda::{Positions, Rotated, Selection};
+use crate::kv::cuda::{Positions, Rotated, CudaSelection};
 use crate::kv::{Budget, Limits, StaticSet};
 use crate::method::Reads;
 use crate::method::a2ats::A2atsMethod;
@@ -83,7 +83,7 @@ impl CudaIndex for CodeIndex<'_> {
         self.state.append(self.rows(keys), &self.codebooks, positions)
     }
 
-    fn select(&self, step: &CudaStep<'_>) -> Result<Option<&Selection<'_>>> {
+    fn select(&self, step: &CudaStep<'_>) -> Result<Option<&CudaSelection<'_>>> {
         let queries = self.rows(step.queries);
         self.state
             .select(queries, &self.codebooks, step.positions)

@@ -4,7 +4,7 @@ use std::ops::Range;
 
 use super::{Ctkvr, CtkvrWorkspace, Lists};
 use crate::error::Result;
-use crate::kv::cuda::Selection;
+use crate::kv::cuda::CudaSelection;
 use crate::method::ctkvr::CtkvrParams;
 use crate::method::cuda::{
     ByWindow, Chunk, CudaIndex, CudaMethod, CudaNeeds, CudaStep, Indexes, OnDevice, ServedLayer,
@@ -56,7 +56,7 @@ impl CudaIndex for QueryIndex<'_> {
         in_prompt(&self.lists, |lists| self.ring.end_of_prompt(lists))
     }
 
-    fn select(&self, step: &CudaStep<'_>) -> Result<Option<&Selection<'_>>> {
+    fn select(&self, step: &CudaStep<'_>) -> Result<Option<&CudaSelection<'_>>> {
         let (queries, rows) = (step.queries.rope, step.rows()?);
         self.ring.select(queries, rows, step.positions).map(Some)
     }

@@ -9,7 +9,7 @@ use super::{Lfps, LfpsWorkspace};
 use crate::compute::cuda::buffer::Buffer;
 use crate::error::Result;
 use crate::kv::cuda::attend::Attention;
-use crate::kv::cuda::{Positions, Selection};
+use crate::kv::cuda::{Positions, CudaSelection};
 use crate::kv::packed::Center;
 use crate::kv::{KvHead, KvType};
 use crate::method::Prompt;
@@ -78,7 +78,7 @@ impl CudaIndex for TableIndex<'_> {
         self.lfps.write(&heads.collect::<Result<Vec<_>>>()?)
     }
 
-    fn select(&self, step: &CudaStep<'_>) -> Result<Option<&Selection<'_>>> {
+    fn select(&self, step: &CudaStep<'_>) -> Result<Option<&CudaSelection<'_>>> {
         let (queries, rows) = (step.queries.rope, step.rows()?);
         self.lfps.select(queries, rows, step.positions).map(Some)
     }
@@ -92,7 +92,7 @@ impl CudaIndex for TableIndex<'_> {
         &self,
         _: OnDevice<'_>,
         positions: &Positions<'_>,
-        _: Option<&Selection<'_>>,
+        _: Option<&CudaSelection<'_>>,
         sums: &Buffer<'_, f64>,
     ) -> Result<()> {
         self.lfps.tally(positions, sums)

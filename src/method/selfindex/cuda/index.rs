@@ -8,7 +8,7 @@ use crate::error::{Error, Result};
 use crate::kv::StaticSet;
 use crate::kv::cuda::cache::LayerCache;
 use crate::kv::cuda::signs::{FULL, Signs};
-use crate::kv::cuda::{Positions, Rotated, Selection};
+use crate::kv::cuda::{Positions, Rotated, CudaSelection};
 use crate::kv::packed::{Center, Layout, sign_bytes};
 use crate::method::Reads;
 use crate::method::bench::Contents;
@@ -100,7 +100,7 @@ impl CudaIndex for SignIndex<'_> {
         }
     }
 
-    fn select(&self, step: &CudaStep<'_>) -> Result<Option<&Selection<'_>>> {
+    fn select(&self, step: &CudaStep<'_>) -> Result<Option<&CudaSelection<'_>>> {
         let signs = self.signs(step.cache)?;
         let queries = step.queries.rope;
         self.index.select(queries, signs, step.positions).map(Some)

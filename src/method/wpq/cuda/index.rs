@@ -2,7 +2,7 @@
 
 use super::{Quantisers, Wpq, WpqWorkspace};
 use crate::error::{Error, Result};
-use crate::kv::cuda::{Positions, Rotated, Selection};
+use crate::kv::cuda::{Positions, Rotated, CudaSelection};
 use crate::kv::{Limits, StaticSet};
 use crate::method::Reads;
 use crate::method::bench::Contents;
@@ -57,7 +57,7 @@ impl CudaIndex for Wpq<'_> {
         self.driver.beside(encode)
     }
 
-    fn select(&self, step: &CudaStep<'_>) -> Result<Option<&Selection<'_>>> {
+    fn select(&self, step: &CudaStep<'_>) -> Result<Option<&CudaSelection<'_>>> {
         let without = || Error::internal("CUDA: wpq needs the cache's rows on the device");
         let cache = step.cache.ok_or_else(without)?;
         Wpq::select(self, step.queries.rope, cache, step.positions).map(Some)
