@@ -129,7 +129,7 @@ pub use method::quest::QuestParams;
 pub use method::registry::{METHODS, MethodName};
 pub use method::sections::SECTIONS;
 pub use method::selfindex::SelfIndexParams;
-pub use method::{Choice, Method, Place, Prompt, Reads, Retriever, Step};
+pub use method::{Method, Place, Prompt, Reads, Retriever, Selection, Step};
 // Decoding and measuring.
 pub use kv::sample::{Sampler, Sampling, greedy};
 pub use kv::{Budget, KvType};

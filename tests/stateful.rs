@@ -91,7 +91,7 @@ fn ctkvr_ranks_what_left_the_window_for_256_steps() {
         head.prefill(20).unwrap();
         (0..300).for_each(|_| head.step().unwrap());
         let last = head.history.step();
-        assert!(last.candidates.len() > 270 && last.choice.ranked.len() < 256 + 4 * 15);
+        assert!(last.candidates.len() > 270 && last.selection.ranked.len() < 256 + 4 * 15);
         assert_eq!(head.near_ties, 0);
     }
 }
@@ -109,7 +109,7 @@ fn ctkvr_recalls_everything_where_its_lists_hold_everything() {
     for _ in 0..50 {
         head.step().unwrap();
         let step = head.history.step();
-        let ranked = step.choice.ranked.len() + step.choice.positions.len();
+        let ranked = step.selection.ranked.len() + step.selection.positions.len();
         assert_eq!(ranked, step.candidates.len());
         assert_eq!(
             head.program.lists().count(),

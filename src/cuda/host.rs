@@ -24,11 +24,11 @@ use crate::compute::cuda::driver::{Purpose, allocating};
 use crate::error::{Error, Result};
 use crate::float::Float;
 use crate::kv::cuda::attend::LayerRows;
-use crate::kv::cuda::{Positions, CudaSelection, Shape};
+use crate::kv::cuda::{CudaSelection, Positions, Shape};
 use crate::kv::sample::Sampler;
 use crate::kv::{KvHead, StaticSet};
 use crate::method::cuda::{CudaIndex, CudaNeeds, CudaStep, OnDevice, ServedLayer};
-use crate::method::{CUDA_GRANULE, Choice, Method, Reads};
+use crate::method::{CUDA_GRANULE, Method, Reads, Selection};
 use crate::runner::{Backend, Counts, DecodeOptions, Shares, StepAt, Trace, add_rows};
 use static_set::{StaticAttention, put_rows};
 
@@ -378,14 +378,21 @@ impl Backend for HostBackend<'_> {
             if layers[number].index.bytes() > 0 {
                 reads.scratch_bytes = None;
             }
-            let chosen: Vec<Choice> = chosen.into_iter().map(Choice::from).collect();
+            let chosen: Vec<Selection> = chosen.into_iter().map(Selection::from).collect();
             shares.add_layer(chosen.iter(), &set, shape.group);
-            for choice in &chosen {
+            for selection in &chosen {
                 let mut reads = reads.clone();
-                add_rows(&mut reads, choice, &set, shape.group, options.kv, shape.head_dim);
-                counts[number].add(choice, &reads, &set, shape.group, options.kv, shape.head_dim);
+                add_rows(
+                    &mut reads,
+                    selection,
+                    &set,
+                    shape.group,
+                    options.kv,
+                    shape.head_dim,
+                );
+                counts[number].add(selection, &reads, &set, shape.group, options.kv, shape.head_dim);
             }
-            Ok(chosen.into_iter().map(|choice| choice.positions).collect())
+            Ok(chosen.into_iter().map(|selection| selection.positions).collect())
         })
     }
 

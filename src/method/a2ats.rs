@@ -32,7 +32,7 @@ use ndarray::{ArrayView2, s};
 
 use super::cuda::CudaMethod;
 use super::declaration::{Ask, Declaration, InVerdict};
-use super::{Choice, Method, Place, Prompt, Ranking, Reads, Retriever, Step, everything};
+use super::{Method, Place, Prompt, Ranking, Reads, Retriever, Selection, Step, everything};
 use crate::error::{Error, Result};
 use crate::kv::lines::grow;
 use buckets::Run;
@@ -152,13 +152,13 @@ impl Retriever for A2ats {
         self.take_in(k_pre, k_rope);
     }
 
-    fn select(&mut self, step: &Step) -> Choice {
+    fn select(&mut self, step: &Step) -> Selection {
         if !self.ranks(step) {
             return everything(step).into();
         }
         let runs = self.codebook.runs(step.visible.end, &step.candidates);
         let (Some(farthest), codes) = (runs.first(), &self.codes) else {
-            return Choice::default();
+            return Selection::default();
         };
         let q = if self.codebook.is_pre_rope() {
             step.q_pre
@@ -199,7 +199,7 @@ impl Retriever for A2ats {
         !step.is_exact() || self.per_query_head.is_some()
     }
 
-    fn reads(&self, step: &Step, _: &Choice, reads: &mut Reads) {
+    fn reads(&self, step: &Step, _: &Selection, reads: &mut Reads) {
         let (size, (r, d)) = (self.codebook.size(), step.q_pre.dim());
         let runs = self.codebook.runs(step.visible.end, &step.candidates);
         reads.array_held(2 * size * d, self.codebook.held_bytes());

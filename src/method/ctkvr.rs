@@ -22,7 +22,7 @@ use ndarray::{Array2, ArrayView2, Axis, s};
 use super::best::{Places, best_positions, largest};
 use super::cuda::CudaMethod;
 use super::declaration::{Declaration, InVerdict};
-use super::{Choice, Method, Place, Prompt, Reads, Retriever, Step, everything, except, softmax};
+use super::{Method, Place, Prompt, Reads, Retriever, Selection, Step, everything, except, softmax};
 use crate::compute::attention::visible;
 use crate::compute::layout::elements_mut;
 use crate::compute::products::all_products;
@@ -260,7 +260,7 @@ impl Retriever for Ctkvr {
         }
     }
 
-    fn select(&mut self, step: &Step) -> Choice {
+    fn select(&mut self, step: &Step) -> Selection {
         if step.is_exact() {
             return everything(step).into();
         }
@@ -279,7 +279,7 @@ impl Retriever for Ctkvr {
         if self.is_update(step) {
             self.update(step, &union, &weights);
         }
-        Choice {
+        Selection {
             ranked: except(&union, &positions),
             products: r * union.len(),
             positions,
@@ -287,13 +287,16 @@ impl Retriever for Ctkvr {
         }
     }
 
-    fn reads(&self, step: &Step, choice: &Choice, reads: &mut Reads) {
+    fn reads(&self, step: &Step, selection: &Selection, reads: &mut Reads) {
         // The queries of a centroid and each list are arrays of their own.
         let queries = step.q_rope.len() * size_of::<f16>();
         (0..self.compared).for_each(|_| reads.array(queries));
         self.recalled.iter().for_each(|len| reads.array(4 * len));
-        reads.ranked(choice);
-        let (r, union) = (step.q_rope.nrows(), choice.ranked.len() + choice.positions.len());
+        reads.ranked(selection);
+        let (r, union) = (
+            step.q_rope.nrows(),
+            selection.ranked.len() + selection.positions.len(),
+        );
         // A bit per candidate; the list of the ranked positions, a score for each query head and a weight for each.
         reads.scratch(8 * step.candidates.len().div_ceil(64) + 4 * union * (r + 2));
     }

@@ -25,7 +25,7 @@ use ndarray::{Array2, ArrayView2, s};
 
 use super::best::largest;
 use super::declaration::{Ask, Declaration, InVerdict};
-use super::{Choice, Method, Place, Prompt, Reads, Retriever, Step, add_probabilities, everything};
+use super::{Method, Place, Prompt, Reads, Retriever, Selection, Step, add_probabilities, everything};
 use crate::artifact::Artifact;
 use crate::compute::layout::elements_mut;
 use crate::compute::products::all_products;
@@ -128,7 +128,7 @@ impl Retriever for DoubleSparsity {
         self.take_in(k_rope);
     }
 
-    fn select(&mut self, step: &Step) -> Choice {
+    fn select(&mut self, step: &Step) -> Selection {
         if step.is_exact() {
             return everything(step).into();
         }
@@ -154,7 +154,7 @@ impl Retriever for DoubleSparsity {
         places.map(|p| p + c.start as u32).collect::<Vec<u32>>().into()
     }
 
-    fn reads(&self, step: &Step, _: &Choice, reads: &mut Reads) {
+    fn reads(&self, step: &Step, _: &Selection, reads: &mut Reads) {
         let (c, width) = (&step.candidates, self.labels.width());
         let (count, r) = (self.channels.len(), step.q_rope.nrows());
         reads.array_held(count * size_of::<u32>(), count * size_of::<usize>());

@@ -3,7 +3,7 @@
 use super::bench::{Bench, BenchParams, Contents, Fill, NewHead, TimedLayer, TimedOnCuda};
 use super::cuda::{CudaIndex, CudaMethod, CudaStep, Indexes, OnDevice, ServedLayer, each_served};
 use super::declaration::{Declaration, InVerdict};
-use super::{Alike, Choice, Retriever, Step, everything};
+use super::{Alike, Retriever, Selection, Step, everything};
 use crate::error::Result;
 use crate::kv::KvType;
 use crate::kv::cuda::CudaSelection;
@@ -23,7 +23,7 @@ pub static METHOD: Declaration = Declaration {
 pub struct Full;
 
 impl Retriever for Full {
-    fn select(&mut self, step: &Step) -> Choice {
+    fn select(&mut self, step: &Step) -> Selection {
         everything(step).into()
     }
 }

@@ -12,7 +12,7 @@ use ndarray::ArrayView2;
 
 use super::best::best_positions;
 use super::declaration::{Declaration, InVerdict};
-use super::{Choice, Place, Prompt, Reads, Retriever, Step, everything};
+use super::{Place, Prompt, Reads, Retriever, Selection, Step, everything};
 use crate::kv::lines::grow;
 
 /// The declaration of `h2o`.
@@ -66,7 +66,7 @@ impl Retriever for H2o {
         grow(&mut self.weights, 1).push(0.0);
     }
 
-    fn select(&mut self, step: &Step) -> Choice {
+    fn select(&mut self, step: &Step) -> Selection {
         if step.is_exact() {
             return everything(step).into();
         }
@@ -74,7 +74,7 @@ impl Retriever for H2o {
         best_positions(weighted.collect(), step.budget).into()
     }
 
-    fn reads(&self, step: &Step, _: &Choice, reads: &mut Reads) {
+    fn reads(&self, step: &Step, _: &Selection, reads: &mut Reads) {
         let Range { start, end } = step.candidates;
         reads.range(start * size_of::<f64>()..end * size_of::<f64>());
         reads.scratch(step.candidates.len() * size_of::<(f64, u32)>());

@@ -32,7 +32,7 @@ use super::best::Places;
 use super::cuda::CudaMethod;
 use super::declaration::{Declaration, InVerdict};
 use super::union::union_within;
-use super::{Choice, Method, Place, Prompt, Reads, Retriever, Step, everything, except, softmax};
+use super::{Method, Place, Prompt, Reads, Retriever, Selection, Step, everything, except, softmax};
 use crate::artifact::Artifact;
 use crate::compute::attention::{Partial, visible};
 use crate::compute::layout::elements;
@@ -283,7 +283,7 @@ impl Retriever for Lfps {
         self.take_in(prompt, prompt.first == 0);
     }
 
-    fn select(&mut self, step: &Step) -> Choice {
+    fn select(&mut self, step: &Step) -> Selection {
         let (r, d) = step.q_rope.dim();
         let (bypassed, local) = self.bypass(step);
         if step.is_exact() {
@@ -319,7 +319,7 @@ impl Retriever for Lfps {
             union_within(&lists, step.budget)
         };
         let all = self.heads.iter().all(|h| h.bypassed);
-        Choice {
+        Selection {
             // If every head is bypassed, only the keys of the local estimate have been read.
             ranked: if all {
                 local.map(|p| p as u32).collect()
@@ -334,21 +334,21 @@ impl Retriever for Lfps {
 
     /// Of the tables of a query head, a step reads the maximum of every 16 entries, all entries of the blocks whose maximum
     /// is above a threshold, and single entries elsewhere.
-    fn reads(&self, step: &Step, choice: &Choice, reads: &mut Reads) {
+    fn reads(&self, step: &Step, selection: &Selection, reads: &mut Reads) {
         let active = || self.heads.iter().filter(|head| !head.bypassed);
         active().for_each(|head| head.touched.iter().for_each(|table| table.add_to(reads)));
         if self.heads.iter().any(|head| head.constants.is_tested) {
             reads.array(size_of_val(&self.mean.keys[..]));
             reads.array(size_of_val(&self.mean.values[..]));
         }
-        reads.ranked(choice);
+        reads.ranked(selection);
         if active().count() > 0 {
             // A bit per candidate for each query head and for their union, and the list of the union.
             reads.scratch(8 * step.candidates.len().div_ceil(64) * (active().count() + 1));
-            reads.scratch(4 * (choice.ranked.len() + choice.positions.len()));
+            reads.scratch(4 * (selection.ranked.len() + selection.positions.len()));
         }
         // Unless the budget covers the union, a score with its position for each head that wants the key.
-        if active().count() > 0 && !choice.ranked.is_empty() {
+        if active().count() > 0 && !selection.ranked.is_empty() {
             reads.scratch(self.wanted * size_of::<(f32, u32)>());
         }
     }

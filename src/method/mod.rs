@@ -244,9 +244,9 @@ impl Step<'_> {
     }
 }
 
-/// The choice of a method for one step.
+/// The selection of a method for one step.
 #[derive(Clone, Debug, Default, PartialEq)]
-pub struct Choice {
+pub struct Selection {
     /// The chosen candidates, at most B: ascending, no duplicates.
     pub positions: Vec<u32>,
     /// The positions, ascending, whose cached keys were read for ranking and which are not attended.
@@ -258,7 +258,7 @@ pub struct Choice {
     pub bypassed: Vec<Option<Partial>>,
 }
 
-impl From<Vec<u32>> for Choice {
+impl From<Vec<u32>> for Selection {
     fn from(positions: Vec<u32>) -> Self {
         Self {
             positions,
@@ -268,10 +268,10 @@ impl From<Vec<u32>> for Choice {
 }
 
 impl Reads {
-    /// Adds the cached keys that a choice ranked.
-    pub fn ranked(&mut self, choice: &Choice) {
-        self.keys += choice.ranked.len() + choice.positions.len();
-        self.unattended_keys += choice.ranked.len();
+    /// Adds the cached keys that a selection ranked.
+    pub fn ranked(&mut self, selection: &Selection) {
+        self.keys += selection.ranked.len() + selection.positions.len();
+        self.unattended_keys += selection.ranked.len();
     }
 }
 
@@ -306,16 +306,16 @@ pub trait Retriever: Fork + Send + Sync {
     fn append(&mut self, _k_pre: ArrayView2<f32>, _k_rope: ArrayView2<f32>) {}
 
     /// Chooses the positions that a step attends besides the static set.
-    fn select(&mut self, step: &Step) -> Choice;
+    fn select(&mut self, step: &Step) -> Selection;
 
     /// Returns whether the step ranks candidates, which a step whose budget covers all of them need not do.
     fn ranks(&self, step: &Step) -> bool {
         !step.is_exact()
     }
 
-    /// Adds what the step read to make `choice`. Called after `select` if the step ranked candidates; by default it read
+    /// Adds what the step read to make `selection`. Called after `select` if the step ranked candidates; by default it read
     /// nothing.
-    fn reads(&self, _step: &Step, _choice: &Choice, _reads: &mut Reads) {}
+    fn reads(&self, _step: &Step, _choice: &Selection, _reads: &mut Reads) {}
 
     /// Returns whether [`Retriever::observe`] needs the attention of this step. Called after `select`.
     fn observes(&self, _step: &Step) -> bool {

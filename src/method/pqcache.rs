@@ -28,7 +28,7 @@ use ndarray::{Array3, ArrayView1, ArrayView2, s};
 
 use super::best::largest;
 use super::declaration::{Ask, Declaration, InVerdict};
-use super::{Choice, Method, Place, Prompt, Reads, Retriever, Step, add_probabilities, everything};
+use super::{Method, Place, Prompt, Reads, Retriever, Selection, Step, add_probabilities, everything};
 use crate::compute::cpu::Cpu;
 use crate::compute::device::Device;
 use crate::error::Result;
@@ -178,7 +178,7 @@ impl Retriever for PqCache {
         self.take_in(k_rope);
     }
 
-    fn select(&mut self, step: &Step) -> Choice {
+    fn select(&mut self, step: &Step) -> Selection {
         if step.is_exact() {
             return everything(step).into();
         }
@@ -198,7 +198,7 @@ impl Retriever for PqCache {
         chosen.map(|p| p + c.start as u32).collect::<Vec<u32>>().into()
     }
 
-    fn reads(&self, step: &Step, _: &Choice, reads: &mut Reads) {
+    fn reads(&self, step: &Step, _: &Selection, reads: &mut Reads) {
         let (c, m) = (&step.candidates, self.groups);
         // The words are held in f32, in which their products with a query are computed.
         reads.array_held(self.word_bytes(), 2 * self.word_bytes());

@@ -20,7 +20,7 @@ use ndarray::{Array2, ArrayView1, ArrayView2};
 
 use super::best::best_positions;
 use super::declaration::{Declaration, InVerdict};
-use super::{Choice, Place, Prompt, Reads, Retriever, Step, everything};
+use super::{Place, Prompt, Reads, Retriever, Selection, Step, everything};
 use crate::compute::layout::elements;
 use crate::float::Float;
 use crate::kv::{KvHead, RowCache, float};
@@ -133,7 +133,7 @@ impl Retriever for Quest {
         self.update(prompt.kv, prompt.k_pre.ncols());
     }
 
-    fn select(&mut self, step: &Step) -> Choice {
+    fn select(&mut self, step: &Step) -> Selection {
         self.update(step.kv, step.q_rope.ncols());
         let candidates = step.candidates.clone();
         if step.is_exact() {
@@ -148,7 +148,7 @@ impl Retriever for Quest {
         inside.collect::<Vec<_>>().into()
     }
 
-    fn reads(&self, step: &Step, _: &Choice, reads: &mut Reads) {
+    fn reads(&self, step: &Step, _: &Selection, reads: &mut Reads) {
         let pages = self.pages(&step.candidates);
         let width = 2 * float_of(step.kv).bytes() * step.q_rope.ncols();
         reads.range(pages.start * width..pages.end * width);

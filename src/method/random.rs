@@ -10,7 +10,7 @@ use rand_chacha::ChaCha8Rng;
 
 use super::cuda::CudaMethod;
 use super::declaration::{Declaration, InVerdict};
-use super::{Choice, Method, Place, Retriever, Step};
+use super::{Method, Place, Retriever, Selection, Step};
 
 /// The declaration of `random`.
 pub static METHOD: Declaration = Declaration {
@@ -66,7 +66,7 @@ impl RandomDraws {
 }
 
 impl Retriever for RandomDraws {
-    fn select(&mut self, step: &Step) -> Choice {
+    fn select(&mut self, step: &Step) -> Selection {
         self.draw(step.step, step.candidates.clone(), step.budget).into()
     }
 }

@@ -28,7 +28,7 @@ use rand_chacha::ChaCha8Rng;
 use super::bench::{Bench, BenchParams, Fill, NewHead, TimedLayer};
 use super::best::{by_score, largest};
 use super::declaration::{Declaration, InVerdict};
-use super::{Choice, Place, Prompt, Reads, Retriever, Step, everything};
+use super::{Place, Prompt, Reads, Retriever, Selection, Step, everything};
 use crate::error::Result;
 use crate::kv::KvType;
 use crate::kv::lines::grow;
@@ -245,7 +245,7 @@ impl Retriever for RandSign {
         self.take_in(k_rope);
     }
 
-    fn select(&mut self, step: &Step) -> Choice {
+    fn select(&mut self, step: &Step) -> Selection {
         if step.is_exact() {
             return everything(step).into();
         }
@@ -264,7 +264,7 @@ impl Retriever for RandSign {
         chosen.map(|p| p + c.start as u32).collect::<Vec<u32>>().into()
     }
 
-    fn reads(&self, step: &Step, _: &Choice, reads: &mut Reads) {
+    fn reads(&self, step: &Step, _: &Selection, reads: &mut Reads) {
         let (c, width) = (&step.candidates, self.blocks());
         reads.array(self.counts.len() * size_of::<u32>());
         reads.range(c.start * width..c.end * width);

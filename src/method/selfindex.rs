@@ -27,7 +27,7 @@ use ndarray::{Array2, ArrayView2, s};
 
 use super::cuda::CudaMethod;
 use super::declaration::{Declaration, InVerdict};
-use super::{Choice, Method, Place, Prompt, Ranking, Reads, Retriever, Step, everything};
+use super::{Method, Place, Prompt, Ranking, Reads, Retriever, Selection, Step, everything};
 use crate::artifact::Artifact;
 use crate::error::{Error, Result};
 use crate::kv::lines::AlignedVec;
@@ -285,7 +285,7 @@ impl Retriever for SelfIndex {
         }
     }
 
-    fn select(&mut self, step: &Step) -> Choice {
+    fn select(&mut self, step: &Step) -> Selection {
         if step.is_exact() {
             return everything(step).into();
         }
@@ -301,7 +301,7 @@ impl Retriever for SelfIndex {
         chosen.map(|p| p + c.start as u32).collect::<Vec<u32>>().into()
     }
 
-    fn reads(&self, step: &Step, _: &Choice, reads: &mut Reads) {
+    fn reads(&self, step: &Step, _: &Selection, reads: &mut Reads) {
         let (d, width) = (self.place.head_dim, sign_bytes(self.place.head_dim));
         reads.range(step.visible.start * width..step.visible.end * width);
         reads.array(centroid_bytes(d));

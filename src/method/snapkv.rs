@@ -5,7 +5,7 @@
 //! and kept until the next prompt. Generated tokens are attended only while they are in the window.
 
 use super::declaration::{Declaration, InVerdict};
-use super::{Choice, Place, Prompt, Reads, Retriever, Step, everything};
+use super::{Place, Prompt, Reads, Retriever, Selection, Step, everything};
 use crate::compute::simd;
 
 /// The declaration of `snapkv`.
@@ -57,7 +57,7 @@ impl Retriever for SnapKv {
         self.votes = pooled(&votes);
     }
 
-    fn select(&mut self, step: &Step) -> Choice {
+    fn select(&mut self, step: &Step) -> Selection {
         if step.is_exact() {
             return everything(step).into();
         }
@@ -75,8 +75,8 @@ impl Retriever for SnapKv {
         chosen.iter().copied().filter(visible).collect::<Vec<_>>().into()
     }
 
-    fn reads(&self, _: &Step, choice: &Choice, reads: &mut Reads) {
-        reads.array(4 * choice.positions.len());
+    fn reads(&self, _: &Step, selection: &Selection, reads: &mut Reads) {
+        reads.array(4 * selection.positions.len());
     }
 
     fn bytes_for(&self, _: &Place, positions: usize) -> usize {

@@ -7,7 +7,7 @@ pub mod cuda;
 
 use super::bench::{Bench, BenchParams, Fill, NewHead, TimedLayer};
 use super::declaration::{Declaration, InVerdict};
-use super::{Alike, Choice, Retriever, Step};
+use super::{Alike, Retriever, Selection, Step};
 use crate::error::Result;
 use crate::kv::KvType;
 
@@ -26,7 +26,7 @@ pub static METHOD: Declaration = Declaration {
 pub struct Streaming;
 
 impl Retriever for Streaming {
-    fn select(&mut self, step: &Step) -> Choice {
+    fn select(&mut self, step: &Step) -> Selection {
         let c = &step.candidates;
         let first = c.end.saturating_sub(step.budget).max(c.start);
         let positions: Vec<u32> = (first..c.end).map(|p| p as u32).collect();

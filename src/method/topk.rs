@@ -10,7 +10,7 @@ use super::bench::{Bench, BenchParams, Contents, Fill, NewHead, TimedLayer, Time
 use super::best::largest;
 use super::cuda::{CudaMethod, Indexes, OnDevice};
 use super::declaration::{Declaration, InVerdict};
-use super::{Alike, Choice, Reads, Retriever, Step, add_probabilities, everything};
+use super::{Alike, Reads, Retriever, Selection, Step, add_probabilities, everything};
 use crate::compute::layout::elements_mut;
 use crate::compute::products::all_products;
 use crate::error::Result;
@@ -30,7 +30,7 @@ pub static METHOD: Declaration = Declaration {
 pub struct TopK;
 
 impl Retriever for TopK {
-    fn select(&mut self, step: &Step) -> Choice {
+    fn select(&mut self, step: &Step) -> Selection {
         if step.is_exact() {
             return everything(step).into();
         }
@@ -45,16 +45,16 @@ impl Retriever for TopK {
         }
         let c = step.candidates.start - first..step.candidates.end - first;
         let places = largest(&mass[c], step.budget).into_iter();
-        Choice {
+        Selection {
             positions: places.map(|p| p + step.candidates.start as u32).collect(),
             products: r * n,
-            ..Choice::default()
+            ..Selection::default()
         }
     }
 
-    fn reads(&self, step: &Step, choice: &Choice, reads: &mut Reads) {
+    fn reads(&self, step: &Step, selection: &Selection, reads: &mut Reads) {
         reads.keys += step.visible.len();
-        reads.unattended_keys += step.candidates.len() - choice.positions.len();
+        reads.unattended_keys += step.candidates.len() - selection.positions.len();
     }
 }
 

@@ -27,7 +27,7 @@ use std::sync::Arc;
 use ndarray::{Array2, ArrayView2, s};
 
 use super::declaration::{Ask, Declaration, InVerdict};
-use super::{Choice, Method, Place, Prompt, Reads, Retriever, Step, everything, except};
+use super::{Method, Place, Prompt, Reads, Retriever, Selection, Step, everything, except};
 use crate::artifact::Artifact;
 use crate::compute::attention::visible;
 use crate::error::{Error, Result};
@@ -183,7 +183,7 @@ impl Retriever for TriAttention {
         self.score(n, prompt.keys.slice(s![first.., ..]));
     }
 
-    fn select(&mut self, step: &Step) -> Choice {
+    fn select(&mut self, step: &Step) -> Selection {
         self.update(step);
         if step.is_exact() {
             return everything(step).into();
@@ -194,21 +194,21 @@ impl Retriever for TriAttention {
         } else {
             Vec::new()
         };
-        Choice {
+        Selection {
             positions,
             ranked,
-            ..Choice::default()
+            ..Selection::default()
         }
     }
 
-    fn reads(&self, step: &Step, choice: &Choice, reads: &mut Reads) {
+    fn reads(&self, step: &Step, selection: &Selection, reads: &mut Reads) {
         let (_, read) = self.best(step);
         reads.array(read * size_of::<u32>());
         if self.scored_in(step) {
             let (n, r, d) = (self.order.len(), self.place.group, self.place.head_dim);
             reads.array_held(self.queries.bytes(), self.queries.held_bytes());
             reads.keys += n;
-            reads.unattended_keys += choice.ranked.len();
+            reads.unattended_keys += selection.ranked.len();
             // The keys, the scores of every query head, the largest of these, and the places that are sorted.
             reads.scratch(n * (d * size_of::<f32>() + (r + 1) * size_of::<f64>() + size_of::<usize>()));
         }
@@ -280,13 +280,13 @@ mod tests {
                 q_rope: q.view(),
                 kv: &kv,
             };
-            let choice = head.select(&step);
+            let selection = head.select(&step);
             let mut reads = Reads::new(64);
-            head.reads(&step, &choice, &mut reads);
+            head.reads(&step, &selection, &mut reads);
             let is_due = (t + 1 - n).is_multiple_of(ROUND);
             rounds += usize::from(is_due);
             let place = |p: &u32| head.order.iter().position(|q| p == q);
-            let last = choice.positions.iter().filter_map(place).max();
+            let last = selection.positions.iter().filter_map(place).max();
             let tables = if is_due { 6 * r * d } else { 0 };
             let order = 4 * last.map_or(0, |last| last + 1);
             assert_eq!(reads.index_bytes, Some(order + tables));
@@ -295,8 +295,8 @@ mod tests {
             let left = step.candidates.len() - budget;
             let (keys, unattended) = if is_due { (t + 1 - 4, left) } else { (0, 0) };
             assert_eq!((reads.keys, reads.unattended_keys), (keys, unattended));
-            assert_eq!(choice.ranked.len(), unattended);
-            assert_eq!(choice.positions.len(), budget);
+            assert_eq!(selection.ranked.len(), unattended);
+            assert_eq!(selection.positions.len(), budget);
         }
         assert_eq!(rounds, 2);
     }

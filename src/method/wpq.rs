@@ -26,7 +26,7 @@ use ndarray::{ArrayView2, s};
 
 use super::cuda::CudaMethod;
 use super::declaration::{Ask, Declaration, InVerdict};
-use super::{Choice, Method, Place, Prompt, Reads, Retriever, Step, everything};
+use super::{Method, Place, Prompt, Reads, Retriever, Selection, Step, everything};
 use crate::error::{Error, Result};
 use crate::kv::lines::grow;
 use choose::{choose, scratch_bytes, static_scores};
@@ -102,7 +102,7 @@ impl Retriever for Wpq {
         self.take_in(k_rope);
     }
 
-    fn select(&mut self, step: &Step) -> Choice {
+    fn select(&mut self, step: &Step) -> Selection {
         if step.is_exact() {
             return everything(step).into();
         }
@@ -116,7 +116,7 @@ impl Retriever for Wpq {
         chosen.collect::<Vec<u32>>().into()
     }
 
-    fn reads(&self, step: &Step, _: &Choice, reads: &mut Reads) {
+    fn reads(&self, step: &Step, _: &Selection, reads: &mut Reads) {
         let (c, width) = (&step.candidates, self.codebook.width());
         reads.array_held(self.codebook.bytes(), self.codebook.held_bytes());
         reads.range(c.start * width..c.end * width);

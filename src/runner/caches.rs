@@ -166,7 +166,7 @@ pub(super) fn step(
         let sequences = fed.iter_mut().zip(&sets).zip(&mut shares);
         for (((fed, set), shares), stepped) in sequences.zip(stepped) {
             let r = rows.q_rope.len_of(Axis(0)) / stepped.len();
-            let chosen = stepped.iter().map(|stepped| &stepped.choice);
+            let chosen = stepped.iter().map(|stepped| &stepped.selection);
             shares.add_layer(chosen.clone(), set, r);
             let counts = &mut fed.caches.counts[index];
             stepped.iter().for_each(|stepped| stepped.count(counts, set, r));

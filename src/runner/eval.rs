@@ -414,7 +414,7 @@ fn tally(
 ) {
     for (v, (shares, report)) in shares.iter_mut().zip(reports.iter_mut()).enumerate() {
         let chosen = heads.iter().map(|step| &step.chosen[v]);
-        shares.add_layer(chosen.clone().map(|stepped| &stepped.choice), set, group);
+        shares.add_layer(chosen.clone().map(|stepped| &stepped.selection), set, group);
         chosen.for_each(|stepped| stepped.count(&mut report.counts, set, group));
         for (c, step) in heads.iter().enumerate() {
             if let Some(metrics) = step.metrics.get(v) {

@@ -7,7 +7,7 @@ use crate::compute::attention::{self, Partial};
 use crate::kv::packed::last_query;
 use crate::kv::{Budget, KvHead, KvType, StaticSet};
 use crate::method::tail::Tail;
-use crate::method::{Choice, Method, Place, Prompt, Reads, Retriever, Step};
+use crate::method::{Method, Place, Prompt, Reads, Retriever, Selection, Step};
 use crate::model::forward::{Context, Rows};
 use crate::runner::shares::{Counts, add_rows};
 
@@ -65,12 +65,12 @@ impl Head {
         token.cache(&mut self.kv);
         let step = token.step(step, set, self.chooser.budget, &self.kv);
         let mut reads = Reads::new(granule);
-        let choice = decode_head(token, &step, set, &mut self.chooser, out, &mut reads);
+        let selection = decode_head(token, &step, set, &mut self.chooser, out, &mut reads);
         let (r, d) = step.q_rope.dim();
         let kv = self.kv.kind();
-        add_rows(&mut reads, &choice, set, r, kv, d);
+        add_rows(&mut reads, &selection, set, r, kv, d);
         Stepped {
-            choice,
+            selection,
             reads,
             kv,
             head_dim: d,
@@ -80,7 +80,7 @@ impl Head {
 
 /// What a KV head did in a step.
 pub(super) struct Stepped {
-    pub choice: Choice,
+    pub selection: Selection,
     pub reads: Reads,
     /// The formats of its rows.
     kv: KvType,
@@ -88,9 +88,9 @@ pub(super) struct Stepped {
 }
 
 impl Stepped {
-    /// Adds the choice, for `group` query heads, and what was read for it.
+    /// Adds the selection, for `group` query heads, and what was read for it.
     pub fn count(&self, counts: &mut Counts, set: &StaticSet, group: usize) {
-        counts.add(&self.choice, &self.reads, set, group, self.kv, self.head_dim);
+        counts.add(&self.selection, &self.reads, set, group, self.kv, self.head_dim);
     }
 }
 
@@ -170,7 +170,7 @@ impl<'a> Token<'a> {
 }
 
 /// Runs one decode step of one KV head: the method records the key, chooses, and sees what was attended; then the tail
-/// is joined. Returns the choice, and adds what was read besides the rows attended.
+/// is joined. Returns the selection, and adds what was read besides the rows attended.
 pub(super) fn decode_head(
     token: &Token,
     step: &Step,
@@ -178,18 +178,18 @@ pub(super) fn decode_head(
     chooser: &mut Chooser,
     mut out: ArrayViewMut2<f32>,
     reads: &mut Reads,
-) -> Choice {
+) -> Selection {
     let retriever = chooser.retriever.as_mut();
     retriever.append(token.k_pre.view(), token.k_rope.view());
-    let choice = retriever.select(step);
+    let selection = retriever.select(step);
     if retriever.ranks(step) {
-        retriever.reads(step, &choice, reads);
+        retriever.reads(step, &selection, reads);
     }
-    let lse = attend(step, set, &choice, retriever, out.view_mut());
+    let lse = attend(step, set, &selection, retriever, out.view_mut());
     if let Some(tail) = &mut chooser.tail {
-        join_tail(tail, step, &set.merge(&choice.positions), &lse, out, reads);
+        join_tail(tail, step, &set.merge(&selection.positions), &lse, out, reads);
     }
-    choice
+    selection
 }
 
 /// Joins the outputs `[r,d]` of a step, which attended some of the positions, with the estimate of the others; `lse` is
@@ -228,13 +228,13 @@ fn join(row: &mut ArrayViewMut1<f32>, lse: f32, other: &Partial) {
 pub(crate) fn attend(
     step: &Step,
     set: &StaticSet,
-    choice: &Choice,
+    selection: &Selection,
     retriever: &mut dyn Retriever,
     mut out: ArrayViewMut2<f32>,
 ) -> Vec<Option<f32>> {
     let (keys, values) = (step.kv.keys(), step.kv.values());
-    let positions = set.merge(&choice.positions);
-    let own = |a: usize| choice.bypassed.get(a).and_then(Option::as_ref);
+    let positions = set.merge(&selection.positions);
+    let own = |a: usize| selection.bypassed.get(a).and_then(Option::as_ref);
     let (r, d) = step.q_rope.dim();
     let attending: Vec<usize> = (0..r).filter(|a| own(*a).is_none()).collect();
     if attending.len() == r && !retriever.observes(step) {
@@ -286,8 +286,8 @@ mod tests {
     }
 
     impl Retriever for Witness {
-        fn select(&mut self, _: &Step) -> Choice {
-            Choice::default()
+        fn select(&mut self, _: &Step) -> Selection {
+            Selection::default()
         }
 
         fn observes(&self, _: &Step) -> bool {
@@ -320,13 +320,13 @@ mod tests {
                 observes,
                 told: Vec::new(),
             };
-            let choice = Choice {
+            let selection = Selection {
                 positions: vec![10, 20],
                 bypassed,
-                ..Choice::default()
+                ..Selection::default()
             };
             let mut out = Array2::zeros((r, d));
-            attend(&step, &set, &choice, &mut witness, out.view_mut());
+            attend(&step, &set, &selection, &mut witness, out.view_mut());
             (out, witness.told)
         };
         let positions = set.merge(&[10, 20]);

@@ -4,7 +4,7 @@ use std::iter::Sum;
 use std::ops::AddAssign;
 
 use crate::kv::{KvType, StaticSet};
-use crate::method::{Choice, Reads};
+use crate::method::{Reads, Selection};
 
 /// Shares of the visible context: those of one decode step, their sum over steps, or its mean.
 #[derive(Clone, Copy, Debug, Default)]
@@ -28,18 +28,18 @@ impl Shares {
     /// Adds the choices of the KV heads of one layer, each for `group` query heads.
     pub(crate) fn add_layer<'c>(
         &mut self,
-        choices: impl ExactSizeIterator<Item = &'c Choice>,
+        choices: impl ExactSizeIterator<Item = &'c Selection>,
         set: &StaticSet,
         group: usize,
     ) {
         let (visible, heads) = (set.visible().len() as f64, choices.len());
         let query_heads = (group * heads) as f64;
         let mut rows = 0.0;
-        for choice in choices {
-            let bypassed = choice.bypassed.iter().flatten().count();
-            rows += attended(choice, set, group) as f64 + choice.ranked.len() as f64 / 2.0;
+        for selection in choices {
+            let bypassed = selection.bypassed.iter().flatten().count();
+            rows += attended(selection, set, group) as f64 + selection.ranked.len() as f64 / 2.0;
             self.bypassed += bypassed as f64 / query_heads;
-            self.products += choice.products as f64 / (visible * query_heads);
+            self.products += selection.products as f64 / (visible * query_heads);
         }
         self.read += rows / (visible * heads as f64);
     }
@@ -67,19 +67,19 @@ impl Shares {
     }
 }
 
-/// Counts the K and V rows that a choice for `group` query heads attends, static set included.
-fn attended(choice: &Choice, set: &StaticSet, group: usize) -> usize {
-    if choice.bypassed.iter().flatten().count() == group {
+/// Counts the K and V rows that a selection for `group` query heads attends, static set included.
+fn attended(selection: &Selection, set: &StaticSet, group: usize) -> usize {
+    if selection.bypassed.iter().flatten().count() == group {
         set.sinks.len()
     } else {
-        set.len() + choice.positions.len()
+        set.len() + selection.positions.len()
     }
 }
 
-/// Adds what memory moves of the cache for a choice for `group` query heads.
+/// Adds what memory moves of the cache for a selection for `group` query heads.
 pub(crate) fn add_rows(
     reads: &mut Reads,
-    choice: &Choice,
+    selection: &Selection,
     set: &StaticSet,
     group: usize,
     kv: KvType,
@@ -101,14 +101,14 @@ pub(crate) fn add_rows(
         return reads.end_rows(kv, head_dim, [sinks, if is_whole { set.window.len() } else { 0 }]);
     }
     if reads.moves_whole_rows(kv, head_dim) {
-        return reads.unlisted_rows(kv, head_dim, rows, choice.ranked.len());
+        return reads.unlisted_rows(kv, head_dim, rows, selection.ranked.len());
     }
     let attended: Vec<u32> = if rows == set.sinks.len() {
         set.sinks.clone().map(|p| p as u32).collect()
     } else {
-        set.merge(&choice.positions)
+        set.merge(&selection.positions)
     };
-    reads.rows(kv, head_dim, &attended, &choice.ranked);
+    reads.rows(kv, head_dim, &attended, &selection.ranked);
 }
 
 /// What the decode steps of one layer really read: sums over the choices of its KV heads.
@@ -157,19 +157,19 @@ impl Counts {
         scratch_bytes: Some(0),
     };
 
-    /// Adds a choice for `group` query heads, and what was read for it besides the rows of a cache of type `kv` with `head_dim`
+    /// Adds a selection for `group` query heads, and what was read for it besides the rows of a cache of type `kv` with `head_dim`
     /// channels.
     pub(crate) fn add(
         &mut self,
-        choice: &Choice,
+        selection: &Selection,
         reads: &Reads,
         set: &StaticSet,
         group: usize,
         kv: KvType,
         head_dim: usize,
     ) {
-        let bypassed = choice.bypassed.iter().flatten().count();
-        let rows = attended(choice, set, group);
+        let bypassed = selection.bypassed.iter().flatten().count();
+        let rows = attended(selection, set, group);
         let known = Self {
             choices: 1,
             visible: set.visible().len() as u64,
@@ -210,7 +210,7 @@ impl Counts {
     }
 
     /// Returns [`Counts::bytes`] over the bytes of all visible keys and values in the same cache; `None` also if there
-    /// was no choice.
+    /// was no selection.
     pub fn bytes_fraction(&self) -> Option<f64> {
         self.fraction(self.bytes())
     }
@@ -225,7 +225,7 @@ impl Counts {
         self.fraction(self.scratch_bytes)
     }
 
-    /// Returns bytes over those of all visible keys and values; `None` if there was no choice.
+    /// Returns bytes over those of all visible keys and values; `None` if there was no selection.
     fn fraction(&self, bytes: Option<u64>) -> Option<f64> {
         let bytes = bytes.filter(|_| self.visible_bytes > 0);
         bytes.map(|bytes| bytes as f64 / self.visible_bytes as f64)

@@ -5,7 +5,7 @@ use ndarray::Array2;
 use crate::kv::{KvHead, KvType, Limits, StaticSet};
 use crate::method::bench::{Bench, BenchParams, TimedLayer};
 use crate::method::registry::MethodName;
-use crate::method::{Choice, Ranking, Reads, Step};
+use crate::method::{Ranking, Reads, Selection, Step};
 
 /// Least bytes of all copies of a layer's data, which steps read in turn; the processor's caches hold less.
 pub const ROTATED_BYTES: usize = 256 << 20;
@@ -137,11 +137,11 @@ impl LayerSetting {
 
     /// Counts the bytes that a step of one KV head reads on the CPU: the index, the keys that are ranked, and
     /// each row that is attended once.
-    pub fn read_bytes(&self, reads: &Reads, choice: &Choice) -> usize {
+    pub fn read_bytes(&self, reads: &Reads, selection: &Selection) -> usize {
         let (ranked, attended) = if self.attends {
             (
                 reads.unattended_keys,
-                self.static_set().len() + choice.positions.len(),
+                self.static_set().len() + selection.positions.len(),
             )
         } else {
             (reads.keys, 0)

@@ -14,7 +14,7 @@ use crate::compute::attention::AHEAD;
 use crate::error::Result;
 use crate::kv::lines::AlignedVec;
 use crate::method::bench::TimedLayer;
-use crate::method::{CPU_GRANULE, Choice, Reads};
+use crate::method::{CPU_GRANULE, Reads, Selection};
 use crate::prefetch::prefetch_later;
 use crate::runner::{Counts, add_rows, attend};
 
@@ -132,7 +132,7 @@ impl<'a> CpuSteps<'a> {
             std::hint::black_box((&chosen, &head.out));
             chosen
         });
-        let chosen: Vec<Choice> = chosen.collect();
+        let chosen: Vec<Selection> = chosen.collect();
         let seconds = start.elapsed().as_secs_f64();
         (self.bytes, self.counts, self.scored) = (0, Counts::NONE, 0);
         for (head, chosen) in self.copies[copy].iter().zip(&chosen) {

@@ -11,7 +11,7 @@ use kvsmith::internal::kv::cuda::attend::LayerRows;
 use kvsmith::internal::method::ctkvr::cuda::{Ctkvr, CtkvrWorkspace, Lists};
 use kvsmith::internal::method::ctkvr::{self as cpu, Centroid, Choose, CtkvrParams};
 use kvsmith::internal::method::cuda::OnDevice;
-use kvsmith::internal::method::{Choice, Prompt, Retriever};
+use kvsmith::internal::method::{Prompt, Retriever, Selection};
 use ndarray::{Array2, ArrayView2, ArrayView3};
 use rand::SeedableRng;
 use rand_chacha::ChaCha8Rng;
@@ -112,10 +112,16 @@ impl Head {
     }
 
     /// Step number `index` of KV head `at` with the queries `[r,d]`; and whether everything was chosen.
-    fn step(&mut self, batch: &Batch, at: usize, index: usize, queries: ArrayView2<f32>) -> (Choice, bool) {
+    fn step(
+        &mut self,
+        batch: &Batch,
+        at: usize,
+        index: usize,
+        queries: ArrayView2<f32>,
+    ) -> (Selection, bool) {
         let step = batch.step(at, index, queries.reborrow(), &self.kv);
-        let choice = self.retriever.select(&step);
-        let positions = batch.set_of(at).0.merge(&choice.positions);
+        let selection = self.retriever.select(&step);
+        let positions = batch.set_of(at).0.merge(&selection.positions);
         let mut out = Array2::zeros(queries.dim());
         let (weights, _) = attention::decode_with_weights(
             queries,
@@ -127,7 +133,7 @@ impl Head {
         if self.retriever.observes(&step) {
             self.retriever.observe(&step, &positions, weights.view());
         }
-        (choice, step.is_exact())
+        (selection, step.is_exact())
     }
 }
 
@@ -264,16 +270,16 @@ impl<'d> Sides<'d> {
         let mut is_sparse = false;
         for (at, head) in self.heads.iter_mut().enumerate() {
             let queries = matrix(&fed.queries, at, [r, d]);
-            let (choice, exact) = head.step(&self.batch, at, step, queries);
-            assert_eq!(positions[at], choice.positions, "step {step}, head {at}");
+            let (selection, exact) = head.step(&self.batch, at, step, queries);
+            assert_eq!(positions[at], selection.positions, "step {step}, head {at}");
             let expected = if exact {
                 0
             } else {
-                choice.ranked.len() + choice.positions.len()
+                selection.ranked.len() + selection.positions.len()
             };
             assert_eq!(ranked[at] as usize, expected, "step {step}, head {at}");
-            assert_eq!(choice.products, r * expected, "step {step}, head {at}");
-            is_sparse |= !choice.ranked.is_empty();
+            assert_eq!(selection.products, r * expected, "step {step}, head {at}");
+            is_sparse |= !selection.ranked.is_empty();
         }
         is_sparse
     }

@@ -121,7 +121,12 @@ fn padded<'a, T: Copy + 'a>(rows: impl Iterator<Item = &'a [T]>, len: usize, zer
 }
 
 /// A selection of given positions: up to `most` per KV head, ascending.
-pub fn selection<'d>(driver: &'d dyn Driver, shape: Shape, most: usize, lists: &[Vec<u32>]) -> CudaSelection<'d> {
+pub fn selection<'d>(
+    driver: &'d dyn Driver,
+    shape: Shape,
+    most: usize,
+    lists: &[Vec<u32>],
+) -> CudaSelection<'d> {
     let selection = CudaSelection::new(driver, &shape.checked().unwrap(), most.max(1)).unwrap();
     selection.write(lists).unwrap();
     selection

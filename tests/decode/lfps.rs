@@ -9,7 +9,7 @@ use kvsmith::internal::kv::{Budget, KvHead, StaticSet};
 use kvsmith::internal::method::cuda::TALLIES;
 use kvsmith::internal::method::lfps::cuda::{Lfps, LfpsWorkspace};
 use kvsmith::internal::method::lfps::{self as cpu, LfpsMethod};
-use kvsmith::internal::method::{Choice, Prompt, Retriever};
+use kvsmith::internal::method::{Prompt, Retriever, Selection};
 use ndarray::{Array2, ArrayView2, ArrayView3, s};
 use std::rc::Rc;
 
@@ -179,7 +179,7 @@ fn largest_product(queries: ArrayView2<f32>, keys: ArrayView2<f32>) -> f64 {
 
 /// What the CPU's step of one KV head did.
 struct Stepped {
-    choice: Choice,
+    selection: Selection,
     /// Of bypassed heads, and how far rounding may move each number.
     joined: Vec<Option<(Vec<f64>, f64)>>,
     /// Relative rounding of a weight.
@@ -197,8 +197,8 @@ fn step_cpu<'a>(
 ) -> Stepped {
     let (set, _) = batch.set_of(at);
     let step = batch.step(at, 0, queries, kv);
-    let choice = head.select(&step);
-    let positions = set.merge(&choice.positions);
+    let selection = head.select(&step);
+    let positions = set.merge(&selection.positions);
     let sinks: Vec<u32> = (set.visible().start as u32..set.candidates.start as u32).collect();
     let (r, d) = queries.dim();
     // A score is a sum of d products in f32, and so is the largest; of a sum that is halved again and again
@@ -212,7 +212,7 @@ fn step_cpu<'a>(
     for (a, joined) in joined.iter_mut().enumerate() {
         let query = queries.slice(s![a..a + 1, ..]);
         let mut out = Array2::zeros((1, d));
-        match choice.bypassed.get(a).and_then(Option::as_ref) {
+        match selection.bypassed.get(a).and_then(Option::as_ref) {
             None => {
                 let (keys, values) = (kv.keys(), kv.values());
                 let (seen, _) =
@@ -234,28 +234,28 @@ fn step_cpu<'a>(
     }
     head.observe(&step, &positions, weights.view());
     Stepped {
-        choice,
+        selection,
         joined,
         relative,
     }
 }
 
 /// The shares that [`Stepped`] adds for its head, as the runner counts them.
-fn shares(choice: &Choice, set: &StaticSet, r: usize) -> [f64; TALLIES] {
+fn shares(selection: &Selection, set: &StaticSet, r: usize) -> [f64; TALLIES] {
     let n = set.visible().len() as f64;
-    let bypassed = choice.bypassed.iter().flatten().count();
+    let bypassed = selection.bypassed.iter().flatten().count();
     let sinks = set.candidates.start - set.visible().start;
     let attended = if bypassed == r {
         sinks
     } else {
-        set.len() + choice.positions.len()
+        set.len() + selection.positions.len()
     };
     [
-        (attended as f64 + choice.ranked.len() as f64 / 2.0) / n,
-        choice.products as f64 / (n * r as f64),
+        (attended as f64 + selection.ranked.len() as f64 / 2.0) / n,
+        selection.products as f64 / (n * r as f64),
         bypassed as f64 / r as f64,
         attended as f64,
-        choice.ranked.len() as f64,
+        selection.ranked.len() as f64,
         f64::from(u8::from(bypassed == 0 && attended == set.visible().len())),
         bypassed as f64,
     ]
@@ -368,14 +368,14 @@ pub fn check(driver: &dyn Driver, case: &Case) {
             caches[at].extend(keys.slice(own), values.slice(own));
             let group = matrix(&queries, at, [r, d]);
             let stepped = step_cpu(&batch, at, &mut heads[at], &caches[at], keys, group);
-            assert_eq!(chosen[at], stepped.choice.positions, "step {step} head {at}");
+            assert_eq!(chosen[at], stepped.selection.positions, "step {step} head {at}");
             of_step = of_step.max(stepped.relative);
             chosen_count += chosen[at].len();
             let rows = at * r * d..(at + 1) * r * d;
             let outputs = [&before, &after].map(|output| &output[rows.clone()]);
             bypassed += check_outputs(&stepped, &marks[at * r..(at + 1) * r], outputs);
             let (set, _) = batch.set_of(at);
-            for (i, share) in shares(&stepped.choice, &set, r).into_iter().enumerate() {
+            for (i, share) in shares(&stepped.selection, &set, r).into_iter().enumerate() {
                 // The first three are means over the heads, the others sums.
                 expected[i] += if i < 3 { share / (b * g) as f64 } else { share };
             }

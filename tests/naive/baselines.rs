@@ -128,10 +128,10 @@ impl Model for NaiveTopK {
         }
         items.retain(|item| step.candidates.contains(&item.position));
         check_best(&items, &step.chosen(), step.budget)?;
-        if step.choice.products == step.q_rope.len() * seen.len() {
+        if step.selection.products == step.q_rope.len() * seen.len() {
             Ok(Agreement::Same)
         } else {
-            Err(format!("{} products", step.choice.products))
+            Err(format!("{} products", step.selection.products))
         }
     }
 
@@ -156,7 +156,7 @@ impl Model for NaiveRandom {
 
     fn chose(&mut self, history: &History) -> Verdict {
         let step = history.step();
-        let (candidates, positions) = (step.candidates.clone(), &step.choice.positions);
+        let (candidates, positions) = (step.candidates.clone(), &step.selection.positions);
         if positions.len() != step.budget {
             return Err(format!("{} chosen instead of {}", positions.len(), step.budget));
         }

@@ -212,7 +212,7 @@ impl NaiveCtkvr {
         let step = history.step();
         let queries: Vec<&[f64]> = step.q_rope.iter().map(Vec::as_slice).collect();
         Self::check_list(&step.chosen(), &queries, &step.keys, union, |_| true, step.budget)?;
-        let reads = (step.choice.ranked.len(), step.choice.products);
+        let reads = (step.selection.ranked.len(), step.selection.products);
         let expected = (union.len() - step.chosen().len(), queries.len() * union.len());
         if reads != expected {
             return Err(format!("rows and products {reads:?} instead of {expected:?}"));

@@ -3,7 +3,7 @@
 use kvsmith::internal::compute::attention::{self, CachedRows};
 use kvsmith::internal::kv::packed::Center;
 use kvsmith::internal::kv::{Budget, KvHead, KvType, Limits, StaticSet};
-use kvsmith::internal::method::{Choice, Place, Prompt, Retriever, Step};
+use kvsmith::internal::method::{Selection, Place, Prompt, Retriever, Step};
 use ndarray::{Array2, Array3, ArrayView2, Axis};
 use rand::{Rng, SeedableRng};
 use rand_chacha::ChaCha8Rng;
@@ -171,12 +171,12 @@ impl<M: Model> Head<M> {
             q_rope: q_rope.view(),
             kv: &self.kv,
         };
-        let choice = self.program.select(&step);
+        let selection = self.program.select(&step);
         let attended: Vec<u32> = (set.visible())
-            .filter(|p| !set.candidates.contains(p) || choice.positions.contains(&(*p as u32)))
+            .filter(|p| !set.candidates.contains(p) || selection.positions.contains(&(*p as u32)))
             .map(|p| p as u32)
             .collect();
-        let weights = observed_weights(&step, &choice, &attended);
+        let weights = observed_weights(&step, &selection, &attended);
         let (keys, values) = (
             cached(self.kv.keys(), t + 1, d),
             cached(self.kv.values(), t + 1, d),
@@ -193,7 +193,7 @@ impl<M: Model> Head<M> {
             key: wide(key.view()).remove(0),
             keys: wide(keys.view()),
             values: wide(values.view()),
-            choice,
+            selection,
             attended: attended.iter().map(|p| *p as usize).collect(),
         })));
         let checked = check_choice(&mut self.model, &self.history)?;
@@ -202,8 +202,8 @@ impl<M: Model> Head<M> {
         if checked == Some(Agreement::Same)
             && let Some(arrays) = self.model.read(&self.history)
         {
-            let choice = &self.history.step().choice;
-            check_reads(&arrays, |reads| self.program.reads(&step, choice, reads))?;
+            let selection = &self.history.step().selection;
+            check_reads(&arrays, |reads| self.program.reads(&step, selection, reads))?;
             self.counted += 1;
         }
         if self.program.observes(&step) {
@@ -238,17 +238,17 @@ impl<M: Model> Head<M> {
 /// What holds for every method, then what the model says of a step that leaves something out.
 fn check_choice<M: Model>(model: &mut M, history: &History) -> Result<Option<Agreement>, String> {
     let step = history.step();
-    let positions = &step.choice.positions;
+    let positions = &step.selection.positions;
     if !positions.windows(2).all(|w| w[0] < w[1]) {
         return Err(format!("not ascending: {positions:?}"));
     }
     let all: Vec<u32> = step.candidates.clone().map(|p| p as u32).collect();
     if step.is_exact() {
-        let attending = step.choice.bypassed.iter().all(Option::is_none);
+        let attending = step.selection.bypassed.iter().all(Option::is_none);
         return if *positions == all && attending {
             Ok(None)
         } else {
-            Err(format!("not everything: {:?}", step.choice))
+            Err(format!("not everything: {:?}", step.selection))
         };
     }
     let most = if M::BOUNDED { step.budget } else { all.len() };
@@ -259,7 +259,7 @@ fn check_choice<M: Model>(model: &mut M, history: &History) -> Result<Option<Agr
 }
 
 /// The weights that the runner hands to a method: those of a bypassed head are zeros.
-fn observed_weights(step: &Step, choice: &Choice, attended: &[u32]) -> Array2<f32> {
+fn observed_weights(step: &Step, selection: &Selection, attended: &[u32]) -> Array2<f32> {
     let mut out = Array2::zeros(step.q_rope.dim());
     let (mut weights, _) = attention::decode_with_weights(
         step.q_rope,
@@ -268,7 +268,7 @@ fn observed_weights(step: &Step, choice: &Choice, attended: &[u32]) -> Array2<f3
         attended,
         out.view_mut(),
     );
-    for (a, own) in choice.bypassed.iter().enumerate() {
+    for (a, own) in selection.bypassed.iter().enumerate() {
         if own.is_some() {
             weights.row_mut(a).fill(0.0);
         }

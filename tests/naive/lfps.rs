@@ -193,7 +193,7 @@ impl NaiveLfps {
         let mut estimates = Vec::new();
         for a in 0..history.place.group {
             let estimate = self.estimate(history, a);
-            let own = step.choice.bypassed.get(a).and_then(Option::as_ref);
+            let own = step.selection.bypassed.get(a).and_then(Option::as_ref);
             // spars > theta, as log odds.
             let odds = (self.params.lfps_theta / (1.0 - self.params.lfps_theta)).ln();
             let margin = estimate.as_ref().map_or(-1.0, |e| e.sink - e.rest - odds);
@@ -392,7 +392,7 @@ impl NaiveLfps {
         // The test of an attending head takes products too, of rows that it attends anyway.
         let tests: usize = estimates.iter().flatten().map(|e| e.sinks + e.local).sum();
         let products = tests + marks.iter().map(|m| m.plain.len()).sum::<usize>();
-        let actual = (step.choice.ranked.len(), step.choice.products);
+        let actual = (step.selection.ranked.len(), step.selection.products);
         if actual != (rows, products) {
             return Err(format!(
                 "rows and products {actual:?} instead of {:?}",

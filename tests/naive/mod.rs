@@ -20,7 +20,7 @@ pub mod wpq;
 use std::collections::{BTreeMap, BTreeSet};
 use std::ops::Range;
 
-use kvsmith::internal::method::{Choice, Place, Reads, Retriever};
+use kvsmith::internal::method::{Place, Reads, Retriever, Selection};
 use rand::Rng;
 use rand_chacha::ChaCha8Rng;
 
@@ -162,7 +162,7 @@ pub struct Decode {
     pub keys: Matrix,
     pub values: Matrix,
     /// What the program chose, and with the static set.
-    pub choice: Choice,
+    pub selection: Selection,
     pub attended: Vec<usize>,
 }
 
@@ -172,11 +172,11 @@ impl Decode {
     }
 
     pub fn chosen(&self) -> BTreeSet<usize> {
-        self.choice.positions.iter().map(|p| *p as usize).collect()
+        self.selection.positions.iter().map(|p| *p as usize).collect()
     }
 
     pub fn is_bypassed(&self, a: usize) -> bool {
-        self.choice.bypassed.get(a).is_some_and(Option::is_some)
+        self.selection.bypassed.get(a).is_some_and(Option::is_some)
     }
 
     /// Positions with bit for bit equal keys have the same number.
@@ -343,7 +343,7 @@ pub trait Model {
         Ok(())
     }
 
-    /// The choice of the history's last step.
+    /// The selection of the history's last step.
     fn chose(&mut self, history: &History) -> Verdict;
 
     /// The arrays that the history's last step read to choose; `None` where rounding may decide what it read.

@@ -23,7 +23,7 @@ use crate::kv::cuda::bounds::{self, Pair, Precision};
 use crate::kv::packed::{Center, last_query};
 use crate::kv::{Budget, KvHead, KvType, Limits, StaticSet};
 use crate::method::cuda::TALLIES;
-use crate::method::{Choice, Method, Place, Prompt, Retriever, Step};
+use crate::method::{Method, Place, Prompt, Retriever, Selection, Step};
 use crate::runner::attend;
 
 /// Runs of the CPU's method: one on the given rows, the others on rows that differ by this share.
@@ -208,13 +208,13 @@ impl Replica {
         }
     }
 
-    /// Feeds the token at position t; returns the choice and the attention output, `[r,d]`.
+    /// Feeds the token at position t; returns the selection and the attention output, `[r,d]`.
     fn step(
         &mut self,
         setting: &Setting,
         t: usize,
         [key, value]: [ArrayView2<f32>; 2],
-    ) -> (Choice, Array2<f32>) {
+    ) -> (Selection, Array2<f32>) {
         let set = setting.set(t);
         let own = self.keys.slice(s![t..t + 1, ..]);
         self.kv.extend(key, value);
@@ -230,9 +230,9 @@ impl Replica {
             kv: &self.kv,
         };
         let mut out = Array2::zeros(queries.dim());
-        let choice = self.retriever.select(&step);
-        attend(&step, &set, &choice, self.retriever.as_mut(), out.view_mut());
-        (choice, out)
+        let selection = self.retriever.select(&step);
+        attend(&step, &set, &selection, self.retriever.as_mut(), out.view_mut());
+        (selection, out)
     }
 }
 
@@ -292,7 +292,7 @@ fn positions(
     setting: &Setting,
     t: usize,
     chosen: &[u32],
-    runs: &[(Choice, Array2<f32>)],
+    runs: &[(Selection, Array2<f32>)],
 ) -> bool {
     let set = setting.set(t);
     let most = setting.limits().budget.positions(set.visible().len());
@@ -304,7 +304,10 @@ fn positions(
     if !is_valid {
         return false;
     }
-    let sets = || runs.iter().map(|(choice, _)| choice.positions.iter().copied());
+    let sets = || {
+        runs.iter()
+            .map(|(selection, _)| selection.positions.iter().copied())
+    };
     let ever: BTreeSet<u32> = sets().flatten().collect();
     let is_in_all = |p: &u32| sets().all(|mut set| set.any(|other| other == *p));
     let always: BTreeSet<u32> = ever.iter().copied().filter(is_in_all).collect();
@@ -335,7 +338,7 @@ fn outputs(
     kv_head: usize,
     chosen: &Chosen,
     replica: &Replica,
-    runs: &[(Choice, Array2<f32>)],
+    runs: &[(Selection, Array2<f32>)],
 ) -> Result<()> {
     let [_, r, d] = setting.sizes;
     let (mut key, mut value) = (vec![0.0; d], vec![0.0; d]);
@@ -356,7 +359,10 @@ fn outputs(
     for (a, query) in queries.outer_iter().enumerate() {
         let at = (kv_head * r + a) * d;
         let out = &chosen.out[at..at + d];
-        let bypasses = runs.iter().filter(|(choice, _)| is_bypassed(choice, a)).count();
+        let bypasses = runs
+            .iter()
+            .filter(|(selection, _)| is_bypassed(selection, a))
+            .count();
         let mut head = Comparison::default();
         if bypasses == 0 {
             bounds::attended(&mut head, &precision, &query.to_vec(), &pairs, out, None);
@@ -393,25 +399,25 @@ fn bypass_bound(setting: &Setting, t: usize, query: &[f32], pair: &mut dyn FnMut
     4.0 * (relative + exponents.exp_m1()) * f64::from(largest)
 }
 
-fn is_bypassed(choice: &Choice, a: usize) -> bool {
-    choice.bypassed.get(a).is_some_and(Option::is_some)
+fn is_bypassed(selection: &Selection, a: usize) -> bool {
+    selection.bypassed.get(a).is_some_and(Option::is_some)
 }
 
-/// Adds what [`CudaIndex::tally`](crate::method::cuda::CudaIndex::tally) adds for this choice of one KV head.
-fn add_figures(sums: &mut [f64; TALLIES], setting: &Setting, t: usize, choice: &Choice) {
+/// Adds what [`CudaIndex::tally`](crate::method::cuda::CudaIndex::tally) adds for this selection of one KV head.
+fn add_figures(sums: &mut [f64; TALLIES], setting: &Setting, t: usize, selection: &Selection) {
     let ([g, r, _], set) = (setting.sizes, setting.set(t));
     let (n, heads) = (set.visible().len() as f64, g as f64);
-    let bypassed = choice.bypassed.iter().flatten().count();
+    let bypassed = selection.bypassed.iter().flatten().count();
     let attended = if bypassed == r {
         set.sinks.len()
     } else {
-        set.len() + choice.positions.len()
+        set.len() + selection.positions.len()
     };
     let is_full = bypassed == 0 && attended == set.visible().len();
-    let (rows, ranked) = (attended as f64, choice.ranked.len() as f64);
+    let (rows, ranked) = (attended as f64, selection.ranked.len() as f64);
     let figures = [
         (rows + ranked / 2.0) / n / heads,
-        choice.products as f64 / (n * r as f64) / heads,
+        selection.products as f64 / (n * r as f64) / heads,
         bypassed as f64 / r as f64 / heads,
         rows,
         ranked,

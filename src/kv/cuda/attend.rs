@@ -2,7 +2,7 @@
 
 use super::packed::PackedLayer;
 use super::prefill;
-use super::{Positions, CudaSelection, Shape};
+use super::{CudaSelection, Positions, Shape};
 use crate::compute::cuda::buffer::{Buffer, Ptr};
 use crate::compute::cuda::driver::Driver;
 use crate::compute::cuda::fill::{Random, fill};

@@ -1,6 +1,6 @@
 //! Chooses the positions with the best scores within the budget: `kernels/best.cu`.
 
-use super::{Positions, CudaSelection, Shape};
+use super::{CudaSelection, Positions, Shape};
 use crate::compute::cuda::buffer::{Buffer, Ptr};
 use crate::compute::cuda::driver::Driver;
 use crate::compute::cuda::kernels;

@@ -3,7 +3,7 @@
 use super::attend::{Attention, LayerRows};
 use super::packed::PackedLayer;
 use super::signs::FULL;
-use super::{Positions, CudaSelection, Shape};
+use super::{CudaSelection, Positions, Shape};
 use crate::compute::cuda::buffer::Buffer;
 use crate::compute::cuda::driver::Driver;
 use crate::error::{Error, Result};

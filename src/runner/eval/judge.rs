@@ -7,7 +7,7 @@ use ndarray::{ArrayView1, ArrayView2, ArrayViewMut2};
 use serde::Serialize;
 
 use crate::kv::StaticSet;
-use crate::method::Choice;
+use crate::method::Selection;
 
 /// A mean, kept as its sum and the number of values; zero, in JSON null, if there are no values.
 #[derive(Clone, Copy, Debug, Default, Serialize)]
@@ -92,10 +92,10 @@ impl<'a> Judge<'a> {
         }
     }
 
-    /// Measures a choice and its attention output, `[r,d]`.
-    pub fn measure(&self, choice: &Choice, budget: usize, output: ArrayViewMut2<f32>) -> Metrics {
+    /// Measures a selection and its attention output, `[r,d]`.
+    pub fn measure(&self, selection: &Selection, budget: usize, output: ArrayViewMut2<f32>) -> Metrics {
         let oracle = &self.ranked[..budget.min(self.ranked.len())];
-        let found = |p: &&u32| choice.positions.binary_search(p).is_ok();
+        let found = |p: &&u32| selection.positions.binary_search(p).is_ok();
         let recall = match oracle.len() {
             0 => 1.0,
             n => oracle.iter().filter(found).count() as f64 / n as f64,
@@ -107,8 +107,8 @@ impl<'a> Judge<'a> {
         let mut mass = 0.0;
         for (a, row) in self.weights.rows().into_iter().enumerate() {
             mass += sum(row, self.set.sinks.clone());
-            if !choice.bypassed.get(a).is_some_and(Option::is_some) {
-                let chosen = choice
+            if !selection.bypassed.get(a).is_some_and(Option::is_some) {
+                let chosen = selection
                     .positions
                     .iter()
                     .map(|p| f64::from(row[*p as usize - start]));

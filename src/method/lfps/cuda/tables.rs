@@ -9,7 +9,7 @@ use super::{Lfps, LfpsWorkspace};
 use crate::compute::cuda::buffer::Buffer;
 use crate::error::Result;
 use crate::kv::cuda::attend::Attention;
-use crate::kv::cuda::{Positions, CudaSelection};
+use crate::kv::cuda::{CudaSelection, Positions};
 use crate::kv::packed::Center;
 use crate::kv::{KvHead, KvType};
 use crate::method::Prompt;

@@ -8,7 +8,7 @@ use crate::error::{Error, Result};
 use crate::kv::StaticSet;
 use crate::kv::cuda::cache::LayerCache;
 use crate::kv::cuda::signs::{FULL, Signs};
-use crate::kv::cuda::{Positions, Rotated, CudaSelection};
+use crate::kv::cuda::{CudaSelection, Positions, Rotated};
 use crate::kv::packed::{Center, Layout, sign_bytes};
 use crate::method::Reads;
 use crate::method::bench::Contents;
