@@ -2,13 +2,13 @@
 
 mod args;
 mod batch;
-mod choice;
 mod compare;
 mod conversation;
 mod lines;
 mod prefer;
 mod ready;
 mod report;
+mod setting;
 mod stop;
 mod turns;
 mod written;
@@ -26,10 +26,10 @@ use crate::method::plan::Plan;
 use crate::method::registry::{FULL, MethodName};
 use crate::model::Model;
 use batch::{Batch, Prompts};
-use choice::{Ask, Choice};
 use compare::Comparison;
 use prefer::Prefer;
 use ready::{Opened, Ready};
+use setting::{Ask, RunSetting};
 use turns::Turns;
 
 /// Runs `run`.
@@ -87,20 +87,20 @@ pub fn run(args: &Args, global: &Global) -> Result<()> {
         decoder,
         device: device.as_ref(),
     };
-    let choice = Choice::of(args, &ask, source.longest(args), global)?;
+    let setting = RunSetting::choose(args, &ask, source.longest(args), global)?;
     args.reading
-        .warn_of_unused(&choice.methods(), plan.as_ref(), global);
-    if choice.methods() == [FULL] && args.budget.is_some() {
+        .warn_of_unused(&setting.methods(), plan.as_ref(), global);
+    if setting.methods() == [FULL] && args.budget.is_some() {
         log.warn("--budget has no effect here: full attention reads everything");
     }
-    let (method, options) = opened.prepare(choice)?;
-    let kv = choice.plan.map_or(Some(options.kv), Plan::kv);
+    let (method, options) = opened.prepare(setting)?;
+    let kv = setting.plan.map_or(Some(options.kv), Plan::kv);
     note_of_doubts(args, artifact.as_ref(), kv, log);
     let ready = Ready {
         opened: &opened,
         method: method.as_ref(),
         options,
-        choice,
+        setting,
     };
     match source {
         Prompted::Turns(turns) => ready.converse(turns),

@@ -100,7 +100,7 @@ impl Batch<'_> {
             return Ok(());
         }
         let batch = json!({
-            "method": self.0.choice.name(), "budget": self.0.choice.budget_json(), "kv": self.0.choice.kv_json(self.0.options.kv),
+            "method": self.0.setting.name(), "budget": self.0.setting.budget_json(), "kv": self.0.setting.kv_json(self.0.options.kv),
             "sequences": args.sequences, "replies": made.replies, "already_answered": resumed, "skipped": skipped,
             "prompt_tokens": made.prompt_tokens, "tokens": made.tokens, "seconds": seconds,
             "bytes_read_fraction": self.fraction(&made.counts),
@@ -167,7 +167,8 @@ impl Batch<'_> {
 
     /// Returns what the replies depend on.
     fn settings(&self) -> Result<Value> {
-        let (Opened { args, decoder, .. }, options, choice) = (*self.0.opened, self.0.options, self.0.choice);
+        let (Opened { args, decoder, .. }, options, setting) =
+            (*self.0.opened, self.0.options, self.0.setting);
         let artifact = self.0.opened.artifact.map(|artifact| {
             let text = serde_json::to_vec(&artifact.manifest);
             text.map(|text| hex(&Sha256::digest(text)))
@@ -189,10 +190,10 @@ impl Batch<'_> {
             "model": decoder.checkpoint.fingerprint(&decoder.config)?,
             "weights": args.reading.weights_name(),
             "artifact": artifact,
-            "method": choice.name(),
+            "method": setting.name(),
             "parameters": args.reading.params(),
-            "budget": choice.budget_json(),
-            "kv": choice.kv_json(options.kv),
+            "budget": setting.budget_json(),
+            "kv": setting.kv_json(options.kv),
             "sinks": options.limits.sinks,
             "window": options.limits.window,
             "seed": self.0.opened.global.seed,
@@ -205,7 +206,7 @@ impl Batch<'_> {
             "ignore_eos": args.ignore_eos,
             "beyond_context": args.beyond_context,
         });
-        if let Some(plan) = choice.plan {
+        if let Some(plan) = setting.plan {
             settings["head_plan"] = plan.json();
         }
         if let Some(caches) = caches {
@@ -228,13 +229,13 @@ impl Batch<'_> {
                 artifact,
                 ..
             },
-            choice,
-        ) = (*self.0.opened, self.0.choice);
+            setting,
+        ) = (*self.0.opened, self.0.setting);
         let (context, longest) = (decoder.config.max_position_embeddings, prompts.longest());
         if let Some(artifact) = artifact {
-            Reading::warn_beyond_calibration(&choice.methods(), artifact, longest, context, global.log());
+            Reading::warn_beyond_calibration(&setting.methods(), artifact, longest, context, global.log());
         }
-        if let Some(most) = choice.measured.filter(|most| longest > *most) {
+        if let Some(most) = setting.measured.filter(|most| longest > *most) {
             global.log().warn(&format!(
                 "prompts and replies reach {longest} positions, but the recommended setting was measured only up to {most}; its loss beyond that is unknown"
             ));

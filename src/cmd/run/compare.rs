@@ -3,8 +3,8 @@
 use serde_json::{Value, json};
 
 use super::args::Args;
-use super::choice::Choice;
 use super::ready::{Opened, Ready};
+use super::setting::RunSetting;
 use super::turns::{Turn, Turns};
 use crate::artifact::{Artifact, Verdict};
 use crate::cmd::named::Named;
@@ -25,7 +25,7 @@ struct Told {
     json: Value,
 }
 
-impl Choice<'_> {
+impl RunSetting<'_> {
     /// Returns how `--compare` runs a method: with the budget of `--budget`, else with the recommended one if the artifact
     /// recommends this method, else with the usual one.
     fn compared(named: Named, args: &Args, artifact: Option<&Artifact>) -> Self {
@@ -108,23 +108,23 @@ impl Comparison<'_> {
     /// Runs the prompt with one method.
     fn one(&self, named: Named, turns: &mut Turns) -> Result<Told> {
         let opened = self.0;
-        let choice = Choice::compared(named, opened.args, opened.artifact);
-        let (method, options) = opened.prepare(choice)?;
+        let setting = RunSetting::compared(named, opened.args, opened.artifact);
+        let (method, options) = opened.prepare(setting)?;
         let ready = Ready {
             opened,
             method: method.as_ref(),
             options,
-            choice,
+            setting,
         };
         let mut conversation = ready.conversation(turns)?;
         if !opened.global.json {
-            print(&format!("[{}]\n", choice.name()))?;
+            print(&format!("[{}]\n", setting.name()))?;
         }
         conversation.run()?;
         conversation.note()?;
         let json = conversation.compared()?;
         Ok(Told {
-            name: choice.name(),
+            name: setting.name(),
             ids: conversation.replies.pop().map_or(Vec::new(), |reply| reply.ids),
             json,
         })

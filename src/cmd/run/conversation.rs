@@ -3,7 +3,7 @@
 use std::time::Instant;
 
 use super::args::Args;
-use super::choice::Choice;
+use super::setting::RunSetting;
 use super::stop::Stop;
 use super::turns::{Turn, Turns};
 use super::written::Written;
@@ -68,7 +68,7 @@ pub(super) struct Conversation<'a, 'd> {
     pub position_bytes: usize,
     /// What could not run as requested, and what ran instead.
     pub fallbacks: Vec<String>,
-    pub choice: Choice<'a>,
+    pub setting: RunSetting<'a>,
     /// The artifact, until a warning was given that the conversation is longer than its calibration.
     pub artifact: Option<&'a Artifact>,
     /// Layer and KV head of the heads that the method does not serve.
@@ -147,7 +147,7 @@ impl Conversation<'_, '_> {
             return Ok(());
         };
         let is_shown = self.global.json || !self.global.quiet;
-        if self.choice.methods() == [FULL] || self.args.chat || !is_shown || self.step_s().is_none() {
+        if self.setting.methods() == [FULL] || self.args.chat || !is_shown || self.step_s().is_none() {
             return Ok(());
         }
         for _ in 0..FULL_STEPS {
@@ -201,10 +201,10 @@ impl Conversation<'_, '_> {
             };
             return Err(Error::invalid(what).hint(hint));
         }
-        let methods = self.choice.methods();
+        let methods = self.setting.methods();
         self.artifact
             .take_if(|artifact| Reading::warn_beyond_calibration(&methods, artifact, total, context, log));
-        if let Some(most) = self.choice.measured.take_if(|most| total > *most) {
+        if let Some(most) = self.setting.measured.take_if(|most| total > *most) {
             log.warn(&format!(
                 "the tokens so far and --max-new add up to {total} positions, but the recommended setting was measured only up to {most}; its loss beyond that is unknown"
             ));

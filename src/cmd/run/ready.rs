@@ -1,8 +1,8 @@
 //! What prompts are answered with, and the session that answers them.
 
 use super::args::Args;
-use super::choice::Choice;
 use super::conversation::{Conversation, End};
+use super::setting::RunSetting;
 use super::turns::Turns;
 use crate::artifact::Artifact;
 use crate::cmd::args::Global;
@@ -33,18 +33,18 @@ pub(super) struct Opened<'a> {
 }
 
 impl Opened<'_> {
-    /// Prepares the method of a choice, and the options of its steps.
-    pub fn prepare(&self, choice: Choice) -> Result<(Box<dyn Method>, DecodeOptions)> {
+    /// Prepares the method of a setting, and the options of its steps.
+    pub fn prepare(&self, setting: RunSetting) -> Result<(Box<dyn Method>, DecodeOptions)> {
         let (reading, artifact) = (&self.args.reading, self.artifact);
-        if let Some(plan) = choice.plan {
+        if let Some(plan) = setting.plan {
             let method = reading.planned(plan, artifact, self.decoder, self.global)?;
-            let options = reading.options(choice.budget, choice.kv, artifact, self.device)?;
+            let options = reading.options(setting.budget, setting.kv, artifact, self.device)?;
             return Ok((method, Reading::following(plan, options)));
         }
         let params = reading.params();
-        let (name, tail) = (choice.method, choice.tail);
+        let (name, tail) = (setting.method, setting.tail);
         let method = reading.method(name, tail, params, artifact, self.decoder, self.global)?;
-        let options = reading.options(choice.budget, choice.kv, artifact, self.device)?;
+        let options = reading.options(setting.budget, setting.kv, artifact, self.device)?;
         Ok((method, options))
     }
 }
@@ -54,7 +54,7 @@ pub(super) struct Ready<'a> {
     pub opened: &'a Opened<'a>,
     pub method: &'a dyn Method,
     pub options: DecodeOptions,
-    pub choice: Choice<'a>,
+    pub setting: RunSetting<'a>,
 }
 
 impl Ready<'_> {
@@ -78,7 +78,7 @@ impl Ready<'_> {
             kv: options.kv,
             position_bytes: position_bytes(&decoder.config, method, &options),
             fallbacks: of_device.chain(in_full(method)).collect(),
-            choice: self.choice,
+            setting: self.setting,
             artifact,
             full_heads: method.full_heads(),
             session,

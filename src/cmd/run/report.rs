@@ -27,7 +27,7 @@ impl Ran<'_, '_, '_> {
         let constant = heads.filter(|(of, _)| *of == layer).map(|(_, head)| *head);
         let planned = self
             .conversation
-            .choice
+            .setting
             .differing()
             .into_iter()
             .flat_map(Plan::heads);
@@ -71,7 +71,7 @@ impl Ran<'_, '_, '_> {
         if layer.full == layer.choices {
             FULL.as_str().to_owned()
         } else {
-            self.conversation.choice.methods_of(index)
+            self.conversation.setting.methods_of(index)
         }
     }
 
@@ -89,7 +89,7 @@ impl Ran<'_, '_, '_> {
             )
         });
         let others =
-            (0..self.layers.len()).filter(|i| self.name(*i) != self.conversation.choice.methods_of(*i));
+            (0..self.layers.len()).filter(|i| self.name(*i) != self.conversation.setting.methods_of(*i));
         let others: Vec<String> = others.map(|i| i.to_string()).collect();
         let full: u64 = (0..self.layers.len()).map(|layer| self.bypasses(layer)).sum();
         let (rows, choices) = (total.rows, total.choices);
@@ -171,7 +171,7 @@ impl<'a, 'd> Conversation<'a, 'd> {
     /// Notes the times of all turns and how much they read, one fact per line.
     pub fn note(&self) -> Result<()> {
         let (session, times, log) = (&self.session, Times::of(&self.replies), self.global.log());
-        let method = self.choice.name();
+        let method = self.setting.name();
         if self.replies.is_empty() {
             log.note(&format!("{method}: no reply yet"));
             return Ok(());
@@ -216,8 +216,8 @@ impl<'a, 'd> Conversation<'a, 'd> {
         let times = Times::of(&self.replies);
         let reply = self.replies.last();
         Ok(json!({
-            "method": self.choice.name(),
-            "budget": self.choice.budget_json(),
+            "method": self.setting.name(),
+            "budget": self.setting.budget_json(),
             "kv": self.kv,
             "ids": reply.map(|reply| &reply.ids),
             "text": reply.map(|reply| &reply.text),
@@ -238,7 +238,7 @@ impl<'a, 'd> Conversation<'a, 'd> {
         let Self {
             session,
             replies,
-            choice,
+            setting,
             ..
         } = self;
         let (shares, times) = (session.shares()?, Times::of(replies));
@@ -247,9 +247,9 @@ impl<'a, 'd> Conversation<'a, 'd> {
         let mut result = json!({
             "ids": ids,
             "text": self.turns.tokenizer.as_ref().map_or(String::new(), |_| texts.join("\n")),
-            "method": choice.method_name(),
-            "tail": choice.tail,
-            "budget": choice.budget_json(),
+            "method": setting.method_name(),
+            "tail": setting.tail,
+            "budget": setting.budget_json(),
             "prompt_tokens": replies.iter().map(|r| r.prompt_tokens).sum::<usize>(),
             "stop_reason": replies.last().map(|reply| reply.stop),
             "prefill_s": times.prefill_s,
@@ -265,7 +265,7 @@ impl<'a, 'd> Conversation<'a, 'd> {
             "device": device,
         });
         merge(&mut result, &self.ran()?.json());
-        if let Some(plan) = choice.plan {
+        if let Some(plan) = setting.plan {
             result["head_plan"] = plan.json();
         }
         if self.args.chat {

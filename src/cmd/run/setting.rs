@@ -16,9 +16,9 @@ use crate::method::registry::{FULL, MethodName, default_method};
 use crate::model::Decoder;
 use serde_json::{Value, json};
 
-/// How a run chooses what it reads.
+/// How a run serves the KV heads: by which method, with which budget.
 #[derive(Clone, Copy)]
-pub struct Choice<'a> {
+pub struct RunSetting<'a> {
     /// The head plan, if there is one; the other fields are then those of its first KV head.
     pub plan: Option<&'a Plan>,
     /// The method.
@@ -33,7 +33,7 @@ pub struct Choice<'a> {
     pub measured: Option<usize>,
 }
 
-impl<'a> Choice<'a> {
+impl<'a> RunSetting<'a> {
     /// Returns the head plan, if it serves KV heads differently.
     pub fn differing(self) -> Option<&'a Plan> {
         self.plan.filter(|plan| plan.same().is_none())
@@ -95,7 +95,7 @@ impl<'a> Choice<'a> {
 
     /// Returns what the flags ask for, or what the artifact's verdict recommends if they name neither method nor
     /// budget. `length` is how long the context is expected to become.
-    pub fn of(args: &Args, ask: &Ask<'a>, length: usize, global: &Global) -> Result<Self> {
+    pub fn choose(args: &Args, ask: &Ask<'a>, length: usize, global: &Global) -> Result<Self> {
         let (artifact, log) = (ask.artifact, global.log());
         if let Some(plan) = ask.plan {
             return Ok(Self::planned(plan));
@@ -189,7 +189,7 @@ impl<'a> Choice<'a> {
     }
 }
 
-/// What a choice depends on besides the flags.
+/// What a setting depends on besides the flags.
 pub struct Ask<'a> {
     /// The head plan, with what the flags say for all KV heads.
     pub plan: Option<&'a Plan>,
