@@ -93,7 +93,7 @@ impl Device for Cuda {
     fn second_moment(&self, q_rope: ArrayView3<f32>) -> Result<Array3<f64>> {
         let (b, m, d) = q_rope.dim();
         let driver = self.driver.as_ref();
-        let q = Buffer::of(driver, "queries", elements(&q_rope.as_standard_layout()))?;
+        let q = Buffer::from_slice(driver, "queries", elements(&q_rope.as_standard_layout()))?;
         let count = m.div_ceil(MOMENT_ROWS).max(1);
         let runs = Buffer::<f64>::new(driver, "partial second moments", count * b * d * d)?;
         let sums = Buffer::<f64>::new(driver, "second moments", b * d * d)?;

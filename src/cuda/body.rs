@@ -68,7 +68,7 @@ impl<'a> Body<'a> {
         };
         Ok(Self {
             embedding: embedding.map(joined).transpose()?,
-            norm: Buffer::of(driver, "norms", &decoder.norm)?,
+            norm: Buffer::from_slice(driver, "norms", &decoder.norm)?,
             head: upload(driver, &[&decoder.head])?,
             rope: decoder.ropes.of(0).clone(),
             decoder: Some(decoder),
@@ -97,7 +97,7 @@ impl<'a> Body<'a> {
         let layers = layers.collect::<Result<_>>()?;
         Ok(Self {
             embedding: None,
-            norm: Buffer::of(driver, "norms", &vec![1.0; config.hidden_size])?,
+            norm: Buffer::from_slice(driver, "norms", &vec![1.0; config.hidden_size])?,
             head: random(driver, config.vocab_size, config.hidden_size, seed)?,
             decoder: None,
             rope: Rope::new(&config.rope, config.head_dim),

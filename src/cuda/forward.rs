@@ -66,7 +66,7 @@ impl<'a> CudaForward<'a> {
             finite: FiniteCheck::new(driver)?,
             logits: Buffer::new(driver, "logits", body.config.vocab_size)?,
         };
-        body.embed(&Buffer::of(driver, "ids", ids)?, m, &pass.hidden)?;
+        body.embed(&Buffer::from_slice(driver, "ids", ids)?, m, &pass.hidden)?;
         Ok(pass)
     }
 

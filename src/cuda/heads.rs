@@ -24,7 +24,7 @@ impl<'d> HeadList<'d> {
     pub fn new(driver: &'d dyn Driver, kv_heads: Vec<usize>) -> Result<Self> {
         let list: Vec<u32> = kv_heads.iter().map(|head| *head as u32).collect();
         Ok(Self {
-            list: Buffer::of(driver, "KV heads", &list)?,
+            list: Buffer::from_slice(driver, "KV heads", &list)?,
             kv_heads,
         })
     }

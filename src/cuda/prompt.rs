@@ -123,7 +123,7 @@ impl<'d> PromptPass<'d> {
         };
         let spaces = spaces.into_iter().map(space).collect::<Result<_>>()?;
         let hidden = Buffer::new(driver, "hidden states", m * body.config.hidden_size)?;
-        body.embed(&Buffer::of(driver, "ids", ids)?, m, &hidden)?;
+        body.embed(&Buffer::from_slice(driver, "ids", ids)?, m, &hidden)?;
         Ok(Self {
             first: room.first,
             m,

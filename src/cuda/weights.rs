@@ -34,7 +34,7 @@ impl<'d> LayerWeights<'d> {
             return Err(Error::internal("internal: CUDA: a mixture of experts"));
         };
         let joined = |linears: &[&linear::Linear]| upload(driver, linears);
-        let vector = |values: &[f32]| Buffer::of(driver, "norms", values);
+        let vector = |values: &[f32]| Buffer::from_slice(driver, "norms", values);
         let head_norm = |norm: &Option<Vec<f32>>| norm.as_deref().map(vector).transpose();
         Ok(Self {
             input_norm: vector(&layer.input_norm)?,
@@ -55,7 +55,7 @@ impl<'d> LayerWeights<'d> {
     /// Out of memory.
     pub fn random(driver: &'d dyn Driver, s: &LayerSizes, window: Option<usize>, seed: u32) -> Result<Self> {
         let matrix = |rows, cols, seed| random(driver, rows, cols, seed);
-        let ones = || Buffer::of(driver, "norms", &vec![1.0; s.hidden]);
+        let ones = || Buffer::from_slice(driver, "norms", &vec![1.0; s.hidden]);
         Ok(Self {
             input_norm: ones()?,
             qkv: matrix(s.qkv(), s.hidden, seed)?,
@@ -117,7 +117,7 @@ pub(crate) fn upload<'d>(driver: &'d dyn Driver, linears: &[&linear::Linear]) ->
     }
     let bias = match bias.len() {
         0 => None,
-        n if n == rows => Some(Buffer::of(driver, "biases", &bias)?),
+        n if n == rows => Some(Buffer::from_slice(driver, "biases", &bias)?),
         n => return Err(Error::internal(format!("CUDA: {n} biases for {rows} channels"))),
     };
     Ok(Linear { weight, bias })

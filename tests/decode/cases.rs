@@ -228,7 +228,7 @@ pub fn bits(values: &[f32]) -> Vec<u32> {
 }
 
 pub fn upload<'d>(driver: &'d dyn Driver, values: &[f32]) -> Buffer<'d, f32> {
-    Buffer::of(driver, "rows", values).unwrap()
+    Buffer::from_slice(driver, "rows", values).unwrap()
 }
 
 /// Sequences of a layer: their lengths on the device, and counted here from what the test does to them.

@@ -97,8 +97,8 @@ pub fn check(driver: &dyn Driver, case: &Case) {
         let uniforms: Vec<f64> = (0..rows).map(|_| on_device.uniform()).collect();
 
         let device = upload(driver, &logits);
-        let uniforms = Buffer::of(driver, "random numbers", &uniforms).unwrap();
-        let ids = Buffer::of(driver, "ids", &vec![7u32; rows + 1]).unwrap();
+        let uniforms = Buffer::from_slice(driver, "random numbers", &uniforms).unwrap();
+        let ids = Buffer::from_slice(driver, "ids", &vec![7u32; rows + 1]).unwrap();
         let choice = TokenChoice::new(driver, rows, case.vocab).unwrap();
         choice.largest(&device, rows, &ids).unwrap();
         let mut greedy = Sampler::new(Sampling::default(), 0);

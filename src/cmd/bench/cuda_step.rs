@@ -104,7 +104,7 @@ impl<'d> CudaSteps<'d> {
             steps: STEPS.next_multiple_of(copies.len()),
             copies,
             positions,
-            queries: Buffer::of(driver, "queries", &queries)?,
+            queries: Buffer::from_slice(driver, "queries", &queries)?,
             attention: Attention::new(driver, shape)?,
         })
     }

@@ -100,7 +100,7 @@ impl<'d, T: Pod + Zeroable> Buffer<'d, T> {
     }
 
     /// Allocates a buffer and copies `values` into it.
-    pub fn of(driver: &'d dyn Driver, what: &str, values: &[T]) -> Result<Self> {
+    pub fn from_slice(driver: &'d dyn Driver, what: &str, values: &[T]) -> Result<Self> {
         let buffer = Self::new(driver, what, values.len())?;
         buffer.write(values)?;
         Ok(buffer)

@@ -83,7 +83,7 @@ impl<'d> Clustering<'d> {
         rows.check("first rows", first.len(), rows.b)?;
         self.drawn.fill(1);
         self.set_ranges(&vec![[0, 1]; rows.b])?;
-        let fresh = Buffer::of(rows.driver, "rows drawn", first)?;
+        let fresh = Buffer::from_slice(rows.driver, "rows drawn", first)?;
         self.place(rows, &fresh, 1)?;
         self.find_biases(rows, 1)?;
         kernels::StartRows {
@@ -124,8 +124,8 @@ impl<'d> Clustering<'d> {
             n,
         }
         .launch(rows.driver, rows.grid([n_runs, 1]))?;
-        let numbers = Buffer::of(driver, "random numbers", &numbers)?;
-        let wanted = Buffer::of(driver, "batches", &wanted)?;
+        let numbers = Buffer::from_slice(driver, "random numbers", &numbers)?;
+        let wanted = Buffer::from_slice(driver, "batches", &wanted)?;
         let fresh = Buffer::<u32>::new(driver, "rows drawn", rows.b * most)?;
         let used = Buffer::<u32>::new(driver, "counts", rows.b)?;
         kernels::Draw {
@@ -203,7 +203,7 @@ impl<'d> Clustering<'d> {
             return Ok(());
         }
         let pairs: Vec<u32> = given.iter().flat_map(|(row, code)| [*row, *code]).collect();
-        let pairs = Buffer::of(rows.driver, "rows handed over", &pairs)?;
+        let pairs = Buffer::from_slice(rows.driver, "rows handed over", &pairs)?;
         let blocks = [given.len().div_ceil(256), 1, 1];
         kernels::HandOver {
             pairs: pairs.ptr(),

@@ -67,7 +67,7 @@ impl<'d> PointRows<'d> {
         if let Some(row) = rows.iter().find(|row| **row as usize >= self.n) {
             return Err(Error::internal(format!("row {row} of {}", self.n)));
         }
-        let of = Buffer::of(self.driver, "row numbers", rows)?;
+        let of = Buffer::from_slice(self.driver, "row numbers", rows)?;
         let out = Buffer::<f32>::new(self.driver, "rows", rows.len() * self.w)?;
         let blocks = out.len().div_ceil(256);
         kernels::GatherRows {
@@ -155,7 +155,7 @@ impl Points for CudaPoints<'_> {
         self.clusters = None;
         let rows = &mut self.rows;
         rows.check("values of factors", chol.len(), rows.b * rows.d * rows.d)?;
-        let chol = Buffer::of(
+        let chol = Buffer::from_slice(
             rows.driver,
             "factors of the metric",
             elements(&chol.as_standard_layout()),
@@ -186,7 +186,7 @@ impl Points for CudaPoints<'_> {
         self.clusters = None;
         let rows = &self.rows;
         rows.check("values of centers", centers.len(), rows.b * rows.d)?;
-        let centers = Buffer::of(rows.driver, "centers", &rows.padded(centers))?;
+        let centers = Buffer::from_slice(rows.driver, "centers", &rows.padded(centers))?;
         kernels::Subtract {
             x: rows.x.ptr(),
             centers: centers.ptr(),

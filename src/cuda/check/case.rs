@@ -54,7 +54,7 @@ pub fn normals(rng: &mut ChaCha8Rng, count: usize) -> Vec<f32> {
 }
 
 pub fn upload<'d>(driver: &'d dyn Driver, values: &[f32]) -> Result<Buffer<'d, f32>> {
-    Buffer::of(driver, "rows", values)
+    Buffer::from_slice(driver, "rows", values)
 }
 
 /// Returns matrix `at` of `[..,rows,columns]`.

@@ -48,8 +48,8 @@ fn check(driver: &dyn Driver, vocab: usize, temperature: f64, top_p: f64) -> Res
     let uniforms: Vec<f64> = (0..ROWS).map(|_| on_device.uniform()).collect();
 
     let device = upload(driver, &logits)?;
-    let uniforms = Buffer::of(driver, "random numbers", &uniforms)?;
-    let ids = Buffer::of(driver, "ids", &[7u32; ROWS])?;
+    let uniforms = Buffer::from_slice(driver, "random numbers", &uniforms)?;
+    let ids = Buffer::from_slice(driver, "ids", &[7u32; ROWS])?;
     let choice = TokenChoice::new(driver, ROWS, vocab)?;
     let mut all = Comparison::default();
     choice.largest(&device, ROWS, &ids)?;

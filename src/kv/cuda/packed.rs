@@ -51,7 +51,7 @@ impl<'d> PackedLayer<'d> {
             signs: Signs::new(driver, shape)?,
             bits: [bits()?, bits()?],
             params: [params()?, params()?],
-            alpha: Buffer::of(driver, "scales of channels", &vec![1.0; heads * d])?,
+            alpha: Buffer::from_slice(driver, "scales of channels", &vec![1.0; heads * d])?,
             full: [full()?, full()?],
             is_signed: true,
         })

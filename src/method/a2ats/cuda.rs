@@ -71,13 +71,13 @@ impl<'d> Codebooks<'d> {
         let means = joined(|head| head.mean.clone());
         Ok(Self {
             size,
-            codebook: Buffer::of(driver, "codebooks", &codebook)?,
-            norms: Buffer::of(driver, "norms of codewords", &norms.halves)?,
-            biases: Buffer::of(driver, "norms of codewords", &norms.biases)?,
-            bounds: Buffer::of(driver, "bounds of codewords", &norms.bounds)?,
-            query_maps: Buffer::of(driver, "query maps", &query_maps)?,
-            factors: Buffer::of(driver, "factors of the metric", &factors)?,
-            means: Buffer::of(driver, "means", &means)?,
+            codebook: Buffer::from_slice(driver, "codebooks", &codebook)?,
+            norms: Buffer::from_slice(driver, "norms of codewords", &norms.halves)?,
+            biases: Buffer::from_slice(driver, "norms of codewords", &norms.biases)?,
+            bounds: Buffer::from_slice(driver, "bounds of codewords", &norms.bounds)?,
+            query_maps: Buffer::from_slice(driver, "query maps", &query_maps)?,
+            factors: Buffer::from_slice(driver, "factors of the metric", &factors)?,
+            means: Buffer::from_slice(driver, "means", &means)?,
         })
     }
 }

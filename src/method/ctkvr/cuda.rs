@@ -117,7 +117,7 @@ impl<'d> CtkvrWorkspace<'d> {
             longest,
             room,
             probes,
-            limits: Buffer::of(driver, "sizes of lists", bounds.as_flattened())?,
+            limits: Buffer::from_slice(driver, "sizes of lists", bounds.as_flattened())?,
             cosines: new("cosines", heads * slots)?,
             recalled: new("recalled lists", heads * probes)?,
             marks: Buffer::zeros(driver, "marks", heads * capacity)?,

@@ -127,7 +127,7 @@ impl<'d> Lfps<'d> {
             limits: *limits,
             theta: params.lfps_theta,
             tables: Buffer::zeros(driver, "tables of attention", h * 2 * shape.capacity)?,
-            factors: Buffer::of(driver, "factors of tables", &vec![1.0; h * 2])?,
+            factors: Buffer::from_slice(driver, "factors of tables", &vec![1.0; h * 2])?,
             constants: Buffer::zeros(driver, "constants of heads", h * CONSTANTS)?,
             sums: Buffer::zeros(driver, "sums of rows", shape.heads() * 2 * d)?,
             space,

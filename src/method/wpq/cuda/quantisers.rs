@@ -138,19 +138,19 @@ impl<'d> Quantisers<'d> {
         let arc_parts: Vec<bf16> = paths.flat_map(|path| parts(path.arc().view())).collect();
         let arcs = sizes
             .has_path
-            .then(|| Buffer::of(driver, "means by position", &arcs));
+            .then(|| Buffer::from_slice(driver, "means by position", &arcs));
         let arc_parts = sizes
             .has_path
-            .then(|| Buffer::of(driver, "means by position", &arc_parts));
+            .then(|| Buffer::from_slice(driver, "means by position", &arc_parts));
         Ok(Self {
             sizes,
             arcs: arcs.transpose()?,
             arc_parts: arc_parts.transpose()?,
-            key_maps: Buffer::of(driver, "key maps", &joined(|head| padded(head.projection())))?,
-            query_maps: Buffer::of(driver, "query maps", &of_queries)?,
-            means: Buffer::of(driver, "means", &joined(|head| head.mean().to_vec()))?,
-            words: Buffer::of(driver, "words", &words)?,
-            norms: Buffer::of(driver, "norms of words", &norms)?,
+            key_maps: Buffer::from_slice(driver, "key maps", &joined(|head| padded(head.projection())))?,
+            query_maps: Buffer::from_slice(driver, "query maps", &of_queries)?,
+            means: Buffer::from_slice(driver, "means", &joined(|head| head.mean().to_vec()))?,
+            words: Buffer::from_slice(driver, "words", &words)?,
+            norms: Buffer::from_slice(driver, "norms of words", &norms)?,
         })
     }
 }

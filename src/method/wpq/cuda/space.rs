@@ -111,7 +111,7 @@ impl<'d> WpqWorkspace<'d> {
         let arcs = blocks.next_multiple_of(passes) * (SCORED / ARC);
         let paths = Paths {
             passes,
-            turns: Buffer::of(driver, "rotations", &path.turns(arcs))?,
+            turns: Buffer::from_slice(driver, "rotations", &path.turns(arcs))?,
             scores: Buffer::new(
                 driver,
                 "scores of means",
