@@ -84,7 +84,7 @@ fn replies_are_those_of_single_runs() {
                     batch.artifact,
                     8 + 5 * i
                 ));
-                Outcome::of(run.args(["--prompt", prompt]).output().unwrap()).json()
+                Outcome::from_output(run.args(["--prompt", prompt]).output().unwrap()).json()
             })
             .collect();
         for sequences in [1, 3, 6] {
@@ -251,7 +251,7 @@ fn messages_are_rendered() {
     ));
     chat.args(["--system", "Be short.", "--prompt", "Where?"])
         .stdin(std::process::Stdio::null());
-    let chat = Outcome::of(chat.output().unwrap()).json();
+    let chat = Outcome::from_output(chat.output().unwrap()).json();
     let reply = &replies(&out)["1"];
     for key in ["ids", "text", "prompt_tokens", "stop_reason"] {
         assert_eq!(reply[key], chat[key], "{key}");
@@ -278,7 +278,7 @@ fn a_stopped_batch_goes_on() {
         let run = batch.command(&input, &out, "--sequences 2 --json");
         let mut stopped = command(&run);
         stopped.env("KVSMITH_DISK_FAULT", format!("{kind}:{at}"));
-        let stopped = Outcome::of(stopped.output().unwrap());
+        let stopped = Outcome::from_output(stopped.output().unwrap());
         let is_whole = stopped.code == Some(0);
         if !is_whole && kind == "full" {
             assert!(

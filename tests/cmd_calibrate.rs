@@ -521,7 +521,7 @@ impl Run {
                 assert!(
                     status.success(),
                     "{:?}",
-                    Outcome::of(child.wait_with_output().unwrap()).stderr
+                    Outcome::from_output(child.wait_with_output().unwrap()).stderr
                 );
                 return None;
             }
@@ -536,7 +536,7 @@ impl Run {
             let run = Self::new(5_000 << doubling);
             let Some(child) = run.start() else { continue };
             send(&child, signal);
-            let outcome = Outcome::of(child.wait_with_output().unwrap());
+            let outcome = Outcome::from_output(child.wait_with_output().unwrap());
             if outcome.code != Some(0) {
                 return (run, outcome);
             }

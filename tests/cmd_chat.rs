@@ -241,7 +241,7 @@ impl Chat {
         let mut child = start(&arguments);
         // A program that fails early reads nothing.
         let _ = child.stdin.take().unwrap().write_all(stdin.as_ref());
-        Outcome::of(child.wait_with_output().unwrap())
+        Outcome::from_output(child.wait_with_output().unwrap())
     }
 
     /// Checks that a chat fed these texts, each after the reply before it; returns the replies.
@@ -316,7 +316,7 @@ fn a_chatml_template() {
     );
     let mut with_system = command(&arguments);
     with_system.args(["--system", "be brief", "--prompt", "hello"]);
-    let told = Outcome::of(with_system.output().unwrap()).json();
+    let told = Outcome::from_output(with_system.output().unwrap()).json();
     chat.fed("--ignore-eos", &told, &[&(system + first)]);
 }
 
@@ -756,7 +756,7 @@ fn a_person_edits_lines_and_calls_them_back() {
     terminal.types("\x1b[A\r", "turn 2:");
     terminal.types("/hlep\r", "unknown command /hlep");
     terminal.types("/exit\r", "KV rows read");
-    let told = Outcome::of(terminal.child.wait_with_output().unwrap());
+    let told = Outcome::from_output(terminal.child.wait_with_output().unwrap());
     let told: Value = serde_json::from_str(&told.stdout).unwrap();
     let asked = chat
         .run("--chat --json --ignore-eos --max-new 4", "hello\nhello\n")
@@ -789,7 +789,7 @@ fn a_person_ends_a_reply() {
     let screen = terminal.screen.lock().unwrap().clone();
     let words: Vec<&str> = screen.split_whitespace().collect();
     assert_eq!(words.join(" ").matches("ended by Ctrl-C").count(), 2, "{screen}");
-    let told = Outcome::of(terminal.child.wait_with_output().unwrap());
+    let told = Outcome::from_output(terminal.child.wait_with_output().unwrap());
     assert_eq!(told.code, Some(130), "{}", told.stderr);
     let told: Value = serde_json::from_str(&told.stdout).unwrap();
     let turns = told["turns"].as_array().unwrap();
@@ -805,7 +805,7 @@ fn a_person_ends_a_reply() {
     terminal.types("hello\r", "hello");
     std::thread::sleep(std::time::Duration::from_millis(400));
     send(&terminal.child, libc::SIGTERM);
-    let told = Outcome::of(terminal.child.wait_with_output().unwrap());
+    let told = Outcome::from_output(terminal.child.wait_with_output().unwrap());
     assert_eq!(told.code, Some(130));
 }
 

@@ -173,7 +173,7 @@ fn no_vulkan_driver() {
         for variable in ["VK_DRIVER_FILES", "VK_ICD_FILENAMES"] {
             command.env(variable, scratch.path("none.json"));
         }
-        Outcome::of(command.output().unwrap())
+        Outcome::from_output(command.output().unwrap())
     };
     run("wgpu").fails(3, "wgpu found no adapter", "mesa-vulkan-drivers");
     assert!(!std::path::Path::new(&output).exists(), "no fallback");

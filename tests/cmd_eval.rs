@@ -816,7 +816,7 @@ fn other_flags_beside_a_method_give_what_they_give_alone() {
         also.iter().for_each(|also| {
             command.args(["--also", also]);
         });
-        Outcome::of(command.output().unwrap()).json()
+        Outcome::from_output(command.output().unwrap()).json()
     };
     let rows = |json: &Value| json["rows"].as_array().unwrap().clone();
     let also = [
@@ -894,7 +894,7 @@ fn an_interrupt_tells_what_was_measured() {
         let child = start(&arguments);
         std::thread::sleep(delay);
         send(&child, libc::SIGINT);
-        let outcome = Outcome::of(child.wait_with_output().unwrap());
+        let outcome = Outcome::from_output(child.wait_with_output().unwrap());
         // On a busy machine the program may not have begun to watch for signals.
         if outcome.code.is_none() && outcome.stderr.is_empty() {
             continue;

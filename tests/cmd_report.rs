@@ -330,7 +330,7 @@ fn other_rows_are_left_out() {
         of.artifact,
         of.other
     ));
-    let eval = Outcome::of(eval.args(["--also", "lfps --lfps-theta 0.85"]).output().unwrap());
+    let eval = Outcome::from_output(eval.args(["--also", "lfps --lfps-theta 0.85"]).output().unwrap());
     let eval = of.scratch.write("two.json", eval.ok().stdout);
     let rows = |artifact: &str| {
         let page = of

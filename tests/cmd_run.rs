@@ -438,7 +438,7 @@ fn prompts_of_text() {
     let from_file = kvsmith(&format!("{run} --prompt-file {prompt}")).json();
     assert_eq!(from_file["prompt_tokens"], json!(8));
     let same = command(&run).args(["--prompt", "a prompt"]).output().unwrap();
-    let same = Outcome::of(same).json();
+    let same = Outcome::from_output(same).json();
     assert_eq!(same["ids"], from_file["ids"]);
     let ids = model.scratch.tokens("ids.json", &[character_ids("a prompt")]);
     let by_ids = kvsmith(&format!("{run} --tokens {ids}")).json();

@@ -367,7 +367,7 @@ fn finished_parts_are_not_made_again() {
     let out = job.scratch.path("shard");
     let run = |command: &str, variables: &[(&str, &str)]| {
         let mut command = crate::common::command(command);
-        Outcome::of(command.envs(variables.iter().copied()).output().unwrap())
+        Outcome::from_output(command.envs(variables.iter().copied()).output().unwrap())
     };
     let slurm = [
         ("SLURM_ARRAY_TASK_ID", "5"),
@@ -462,7 +462,7 @@ fn killed_tasks_are_done_again() {
             std::fs::create_dir(&folder).unwrap();
             let full = format!("{command} -o {folder}/out");
             let mut killed = crate::common::command(&full);
-            let outcome = Outcome::of(
+            let outcome = Outcome::from_output(
                 killed
                     .env("KVSMITH_DISK_FAULT", format!("kill:{at}"))
                     .output()
@@ -500,7 +500,7 @@ fn duplicated_tasks_are_harmless() {
     let command = format!("{} --shard 0/2 -o {folder}/out", job.dump());
     let children: Vec<_> = (0..4).map(|_| start(&command)).collect();
     for child in children {
-        Outcome::of(child.wait_with_output().unwrap()).ok();
+        Outcome::from_output(child.wait_with_output().unwrap()).ok();
     }
     assert_eq!(job.scratch.list("twice"), [".out.task.json", "out"]);
     let alone = job.scratch.path("alone");
@@ -512,7 +512,7 @@ fn duplicated_tasks_are_harmless() {
     let command = format!("codebook --dump {alone} {other} --size 30 --layers 0..1 -o {folder}/part");
     let children: Vec<_> = (0..4).map(|_| start(&command)).collect();
     for child in children {
-        Outcome::of(child.wait_with_output().unwrap()).ok();
+        Outcome::from_output(child.wait_with_output().unwrap()).ok();
     }
     assert_eq!(
         job.scratch.list("twice"),

@@ -117,7 +117,7 @@ impl Inputs {
         });
         let mut command = crate::common::command(&command);
         command.envs(fault.map(|fault| ("KVSMITH_DISK_FAULT", fault)));
-        Outcome::of(command.output().unwrap())
+        Outcome::from_output(command.output().unwrap())
     }
 
     /// The files of a run that nobody stopped, by their names below `folder`.
@@ -294,7 +294,7 @@ fn one_process_per_work_folder() {
             .collect();
         let mut finished = 0;
         for (i, run) in runs.into_iter().enumerate() {
-            let outcome = Outcome::of(run.wait_with_output().unwrap());
+            let outcome = Outcome::from_output(run.wait_with_output().unwrap());
             if outcome.code == Some(0) {
                 assert!(std::fs::read(out(i)).unwrap() == *expected);
                 finished += 1;

@@ -529,7 +529,7 @@ fn removed_options_name_what_replaces_them() {
     assert_eq!(document["error"]["message"], "`--ct-expand` was removed");
     assert!(document["error"]["hint"].as_str().unwrap().contains("--ct-list"));
     let mut also = command("eval --model m --tokens t --methods topk");
-    let also = Outcome::of(also.args(["--also", "ctkvr --ct-cap 0.2"]).output().unwrap());
+    let also = Outcome::from_output(also.args(["--also", "ctkvr --ct-cap 0.2"]).output().unwrap());
     assert_eq!(also.code, Some(2));
     assert!(
         also.stderr.contains("--ct-cap` was removed: use --ct-centroids"),
@@ -765,7 +765,7 @@ fn a_stdout_that_takes_nothing() {
         run + " --json",
     ] {
         let full = std::fs::File::options().write(true).open("/dev/full").unwrap();
-        let outcome = Outcome::of(command(&arguments).stdout(full).output().unwrap());
+        let outcome = Outcome::from_output(command(&arguments).stdout(full).output().unwrap());
         outcome.fails(1, "cannot write to stdout: No space left on device", "");
     }
 }

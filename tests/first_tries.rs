@@ -21,7 +21,7 @@ fn fed(arguments: &str, text: &str) -> Outcome {
         .stderr(Stdio::piped());
     let mut child = command.spawn().unwrap();
     child.stdin.take().unwrap().write_all(text.as_bytes()).unwrap();
-    Outcome::of(child.wait_with_output().unwrap())
+    Outcome::from_output(child.wait_with_output().unwrap())
 }
 
 /// A model with a tokenizer of characters.
@@ -63,7 +63,7 @@ fn a_model_is_found_in_the_hubs_cache() {
         for name in ["HF_HUB_CACHE", "HF_HOME", "XDG_CACHE_HOME"] {
             command.env_remove(name);
         }
-        Outcome::of(command.env(variable, value).output().unwrap())
+        Outcome::from_output(command.env(variable, value).output().unwrap())
     };
     let ids = |outcome: Outcome| outcome.json()["ids"].clone();
     let cache = scratch.path("");
@@ -353,7 +353,7 @@ fn prompts_come_from_stdin_too() {
         empty.fails(1, "the prompt is empty", "give a prompt");
     }
     let mut empty = command(&format!("run --model {model} --prompt"));
-    Outcome::of(empty.arg("").output().unwrap()).fails(1, "the prompt is empty", "give a prompt");
+    Outcome::from_output(empty.arg("").output().unwrap()).fails(1, "the prompt is empty", "give a prompt");
     // One newline goes, no more.
     assert_eq!(run("--prompt -", "hello\n\n"), run(&file("hello\n\n"), ""));
     let both = fed(&format!("run --model {model} --prompt - --chat"), "hello\n");
@@ -394,7 +394,7 @@ fn numbers_have_units_and_a_short_text_is_said() {
         .args(["--methods", "topk, streaming", "--budgets", "20%, all,5"])
         .output()
         .unwrap();
-    let rows = Outcome::of(rows).json()["rows"].clone();
+    let rows = Outcome::from_output(rows).json()["rows"].clone();
     let budgets: Vec<f64> = rows
         .as_array()
         .unwrap()
@@ -976,7 +976,7 @@ fn status_knows_its_own_folders() {
         let mut stopped = command(&format!(
             "calibrate --model {model} --tokens {tokens} --size 4 --work {work} --overwrite -o {out}"
         ));
-        let outcome = Outcome::of(
+        let outcome = Outcome::from_output(
             stopped
                 .env("KVSMITH_DISK_FAULT", format!("kill:{change}"))
                 .output()

@@ -70,7 +70,7 @@ fn a_compressed_text_of_gigabytes_is_read_in_part() {
         let limited = format!(
             "ulimit -v 3000000; {kvsmith} dump --threads 1 --model {model} --text {path} --max-tokens 100 --uuid-tokens 0 -o {out}"
         );
-        let outcome = Outcome::of(Command::new("sh").args(["-c", &limited]).output().unwrap()).ok();
+        let outcome = Outcome::from_output(Command::new("sh").args(["-c", &limited]).output().unwrap()).ok();
         assert!(
             outcome.stderr.contains("the text goes on after --max-tokens 100"),
             "{}",
@@ -126,7 +126,11 @@ fn a_line_of_a_chat_without_an_end() {
         // The program closes the pipe.
         while stdin.write_all(&part).is_ok() {}
     });
-    Outcome::of(child.wait_with_output().unwrap()).fails(1, "more than 64 MiB", "one message per line");
+    Outcome::from_output(child.wait_with_output().unwrap()).fails(
+        1,
+        "more than 64 MiB",
+        "one message per line",
+    );
     feed.join().unwrap();
 }
 
@@ -178,10 +182,10 @@ fn help_on_a_full_disk_is_an_error() {
     let kvsmith = env!("CARGO_BIN_EXE_kvsmith");
     for help in ["--help", "--version", "run --help"] {
         let full = format!("{kvsmith} {help} > /dev/full");
-        let outcome = Outcome::of(Command::new("sh").args(["-c", &full]).output().unwrap());
+        let outcome = Outcome::from_output(Command::new("sh").args(["-c", &full]).output().unwrap());
         outcome.fails(1, "cannot write to stdout", "free some disk space");
         let closed = format!("{kvsmith} {help} | head -c 1");
-        Outcome::of(Command::new("sh").args(["-c", &closed]).output().unwrap()).ok();
+        Outcome::from_output(Command::new("sh").args(["-c", &closed]).output().unwrap()).ok();
     }
 }
 
@@ -196,7 +200,7 @@ fn a_small_stack_is_enough() {
         format!("run --model {model} --tokens {prompt} --max-new 2"),
     ] {
         let limited = format!("ulimit -s 64; {kvsmith} {arguments}");
-        Outcome::of(Command::new("sh").args(["-c", &limited]).output().unwrap()).ok();
+        Outcome::from_output(Command::new("sh").args(["-c", &limited]).output().unwrap()).ok();
     }
 }
 

@@ -247,7 +247,7 @@ fn every_command_prints_what_the_page_says() {
             )),
             json(&format!("{eval} --tokens {tokens} --reads 0.01,0.9")),
             json(&format!("{eval} --tokens {tokens} --head-plan {plan}")),
-            Outcome::of(
+            Outcome::from_output(
                 command(&format!("{eval} --tokens {tokens} --json"))
                     .args(["--also", "lfps --lfps-theta 0.85"])
                     .output()

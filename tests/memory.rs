@@ -139,7 +139,7 @@ fn calibrate(scratch: &Scratch, shape: Shape, documents: &[Vec<u32>], options: &
         peak = peak.max(kib.unwrap_or(0) * 1024);
         std::thread::sleep(Duration::from_millis(2));
     }
-    let outcome = Outcome::of(child.wait_with_output().unwrap()).ok();
+    let outcome = Outcome::from_output(child.wait_with_output().unwrap()).ok();
     std::fs::remove_dir_all(model).unwrap();
     std::fs::remove_file(out).unwrap();
     Memory {

@@ -233,7 +233,7 @@ fn names_need_not_be_utf8() {
         let name = OsStr::from_bytes(b"na\xffme");
         let path = std::path::Path::new(&files.scratch.path("")).join(name);
         let mut command = crate::common::command(command);
-        let outcome = Outcome::of(command.arg(&path).arg("--json").output().unwrap());
+        let outcome = Outcome::from_output(command.arg(&path).arg("--json").output().unwrap());
         let json = outcome.json();
         let shown =
             |value: &serde_json::Value| value.as_str().is_some_and(|text| text.ends_with("na\u{fffd}me"));
@@ -429,7 +429,7 @@ fn two_commands_with_one_output() {
         kvsmith(&calibrate(tokens)).ok();
         std::io::Write::write_all(&mut feed, &std::fs::read(late).unwrap()).unwrap();
         drop(feed);
-        Outcome::of(waiting.wait_with_output().unwrap())
+        Outcome::from_output(waiting.wait_with_output().unwrap())
     };
     race(tokens).ok();
     assert!(std::fs::metadata(&other).is_err());

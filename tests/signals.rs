@@ -26,7 +26,7 @@ fn ended(mut child: Child) -> Outcome {
         }
         std::thread::sleep(Duration::from_millis(10));
     }
-    Outcome::of(child.wait_with_output().unwrap())
+    Outcome::from_output(child.wait_with_output().unwrap())
 }
 
 /// The program under a limit of the system.

@@ -137,7 +137,7 @@ impl Outcome {
     /// Returns what the program left behind; checks that its error, if it ended with code 1, has a hint about this
     /// error.
     #[track_caller]
-    pub fn of(output: std::process::Output) -> Self {
+    pub fn from_output(output: std::process::Output) -> Self {
         let outcome = Self {
             code: output.status.code(),
             stdout: String::from_utf8(output.stdout).unwrap(),
@@ -247,7 +247,7 @@ fn handle_ignored_signals() {
 
 /// Runs the program with `arguments`, which are separated by spaces.
 pub fn kvsmith(arguments: &str) -> Outcome {
-    Outcome::of(command(arguments).output().unwrap())
+    Outcome::from_output(command(arguments).output().unwrap())
 }
 
 /// Starts the program with pipes to it and from it.

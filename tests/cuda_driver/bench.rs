@@ -9,7 +9,7 @@ use super::common::{Outcome, number};
 
 fn run(driver: &Path, arguments: &str) -> Outcome {
     let mut command = command(driver, &format!("bench {arguments}"));
-    Outcome::of(command.env("FAKE_CUDA_MIB", "32").output().unwrap())
+    Outcome::from_output(command.env("FAKE_CUDA_MIB", "32").output().unwrap())
 }
 
 fn rows(json: &Value) -> &Vec<Value> {

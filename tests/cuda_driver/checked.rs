@@ -25,7 +25,7 @@ fn run(driver: &Path, cache: &Path, settings: &[(&str, &str)], arguments: &str) 
     let mut command = command(driver, arguments);
     command.env("XDG_CACHE_HOME", cache);
     command.envs(settings.iter().copied());
-    Outcome::of(command.output().unwrap())
+    Outcome::from_output(command.output().unwrap())
 }
 
 /// The files in a cache folder.
@@ -212,7 +212,11 @@ pub fn refused(driver: &Path) {
     run(driver, &file, &[], "gpu-check").fails(1, "cannot write", "");
     let mut command = command(driver, "gpu-check");
     command.env_remove("XDG_CACHE_HOME").env_remove("HOME");
-    Outcome::of(command.output().unwrap()).fails(1, "neither XDG_CACHE_HOME nor HOME", "set XDG_CACHE_HOME");
+    Outcome::from_output(command.output().unwrap()).fails(
+        1,
+        "neither XDG_CACHE_HOME nor HOME",
+        "set XDG_CACHE_HOME",
+    );
     assert!(stamps(dir.path()).is_empty());
 }
 

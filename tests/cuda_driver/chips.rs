@@ -23,7 +23,7 @@ fn on_chip(driver: &Path, chip: u32, arguments: &str) -> Outcome {
         .env("FAKE_CUDA_MIB", "512")
         .env("FAKE_CUDA_CHIP", chip.to_string())
         .env("FAKE_CUDA_REPORT", report);
-    Outcome::of(command.output().unwrap())
+    Outcome::from_output(command.output().unwrap())
 }
 
 /// The documented largest codebook, 12,288 codewords, and query group, 16 heads, on the smallest chip; `same_tokens` has 128
@@ -90,7 +90,7 @@ pub fn recorded_launches(driver: &Path) {
              --budget 0.1 --window 16 --max-new 3 --ignore-eos --device cuda"
         );
         let mut command = command(driver, &arguments);
-        Outcome::of(command.env("FAKE_CUDA_LOG", &log).output().unwrap()).ok();
+        Outcome::from_output(command.env("FAKE_CUDA_LOG", &log).output().unwrap()).ok();
         if let Ok(graphs) = std::fs::read_to_string(&log) {
             let graph = graphs.lines().next().expect("a graph");
             let (each, others) = launches(graph, 4);
@@ -134,7 +134,7 @@ pub fn before_overlaps(driver: &Path) {
         command
             .env("FAKE_CUDA_LOG", &log)
             .env("FAKE_CUDA_VERSION", version);
-        let ids = Outcome::of(command.output().unwrap()).json()["ids"].clone();
+        let ids = Outcome::from_output(command.output().unwrap()).json()["ids"].clone();
         (ids, std::fs::read_to_string(log).expect("a graph"))
     };
     let (old, new) = (run("12020"), run("12030"));
@@ -153,7 +153,7 @@ pub fn versions(driver: &Path) {
         command
             .env("FAKE_CUDA_CHIP", chip.to_string())
             .env("FAKE_CUDA_VERSION", version.to_string());
-        Outcome::of(command.output().unwrap())
+        Outcome::from_output(command.output().unwrap())
     };
     for (chip, oldest) in [
         (80, 12_000),
@@ -184,7 +184,7 @@ pub fn old_driver(driver: &Path) {
             let folders = [nvrtc.path(), driver].map(|p| p.display().to_string()).join(":");
             command.env("LD_LIBRARY_PATH", format!("{folders}:{path}"));
         }
-        Outcome::of(command.env("FAKE_CUDA_VERSION", "11080").output().unwrap())
+        Outcome::from_output(command.env("FAKE_CUDA_VERSION", "11080").output().unwrap())
     };
     let with = run(true);
     assert!(
@@ -262,7 +262,7 @@ fn statuses(report: &Value) -> BTreeMap<String, String> {
 pub fn check_script(driver: &Path) {
     let out = tempfile::tempdir().unwrap();
     let kit = kit(driver, 0, "decode");
-    let outcome = Outcome::of(gpu_check(kit.path(), out.path()).output().unwrap());
+    let outcome = Outcome::from_output(gpu_check(kit.path(), out.path()).output().unwrap());
     assert_eq!(outcome.code, Some(1), "{}", outcome.stderr);
     assert!(outcome.stderr.contains("failed: decode"), "{}", outcome.stderr);
     assert!(outcome.stdout.len() < 10_000);
@@ -333,7 +333,7 @@ pub fn check_script_parts(driver: &Path) {
     let run = |part: &str| {
         let mut command = Command::new("sh");
         command.arg(root().join("scripts/gpu_check.sh"));
-        Outcome::of(command.args([kit.path(), out.path()]).arg(part).output().unwrap())
+        Outcome::from_output(command.args([kit.path(), out.path()]).arg(part).output().unwrap())
     };
     let outcome = run("calibrate-layers");
     assert_eq!(outcome.code, Some(0), "{} {}", outcome.stdout, outcome.stderr);

@@ -66,7 +66,7 @@ impl<'d> Machine<'d> {
             "dump -v --model tests/fixtures/golden/llama_default --tokens {at}/ids --wrope-position 64 --device cuda \
              -o {at}/dump {more}"
         );
-        let outcome = Outcome::of(self.command(&arguments, variables).output().unwrap()).ok();
+        let outcome = Outcome::from_output(self.command(&arguments, variables).output().unwrap()).ok();
         std::fs::remove_dir_all(self.at("dump")).unwrap();
         outcome
     }
@@ -118,7 +118,7 @@ pub fn places(driver: &Path) {
         "run --model tests/fixtures/golden/llama_default --tokens calib-data/none --device cuda",
         &[("VIRTUAL_ENV", &venv), ("PATH", &bin)],
     );
-    let text = Outcome::of(command.env("FAKE_CUDA_VERSION", "12040").output().unwrap()).stderr;
+    let text = Outcome::from_output(command.env("FAKE_CUDA_VERSION", "12040").output().unwrap()).stderr;
     assert!(text.contains("stand-in cuBLAS 12"), "{text}");
 }
 
@@ -174,7 +174,7 @@ pub fn recorded(driver: &Path) {
         machine.home.path().display(),
         out.display()
     );
-    Outcome::of(machine.command(&arguments, &variables).output().unwrap()).ok();
+    Outcome::from_output(machine.command(&arguments, &variables).output().unwrap()).ok();
     let manifest = kvsmith(&format!("inspect --json {}", out.display())).ok().stdout;
     assert!(
         manifest.contains("Fake GPU") && !manifest.contains("cuBLAS"),
@@ -185,7 +185,7 @@ pub fn recorded(driver: &Path) {
     assert!(!bytes.windows(path.len()).any(|window| window == path));
     let arguments =
         "bench kmeans -v --device cuda --heads 1 --n 64 --dim 16 --size 4 --iterations 1 --runs 1";
-    let text = Outcome::of(machine.command(arguments, &variables).output().unwrap())
+    let text = Outcome::from_output(machine.command(arguments, &variables).output().unwrap())
         .ok()
         .stderr;
     assert!(text.contains("Fake GPU") && !text.contains("cuBLAS"), "{text}");

@@ -206,7 +206,7 @@ fn command(driver: &Path, arguments: &str) -> Command {
 /// Runs the program on a driver that fails as `wrong` says.
 fn run_wrong(driver: &Path, wrong: &str, arguments: &str) -> Outcome {
     let mut command = command(driver, arguments);
-    Outcome::of(command.env("FAKE_CUDA", wrong).output().unwrap())
+    Outcome::from_output(command.env("FAKE_CUDA", wrong).output().unwrap())
 }
 
 /// Calibrates the bundled model, one small codebook a head, on a driver that fails as `wrong` says.

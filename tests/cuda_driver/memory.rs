@@ -26,7 +26,7 @@ fn run(driver: &Path, dir: &Path, mib: usize, arguments: &str) -> Used {
     command
         .env("FAKE_CUDA_MIB", mib.to_string())
         .env("FAKE_CUDA_USE", &used);
-    let outcome = Outcome::of(command.output().unwrap());
+    let outcome = Outcome::from_output(command.output().unwrap());
     let text = std::fs::read_to_string(used).unwrap();
     let numbers: Vec<f64> = text.split(' ').map(|n| n.parse().unwrap()).collect();
     Used {
@@ -222,7 +222,7 @@ pub fn batch(driver: &Path) {
         let together = replies(&format!("{name}-all"));
         for ((_, ids), prompt) in together.iter().zip(prompts) {
             let mut alone = command(driver, &format!("run --max-new {POSITIONS} {common} --prompt"));
-            let alone = Outcome::of(alone.arg(prompt).output().unwrap()).json();
+            let alone = Outcome::from_output(alone.arg(prompt).output().unwrap()).json();
             assert_eq!(*ids, alone["ids"], "{name}");
         }
         if where_ != "device" {

@@ -16,7 +16,7 @@ use super::libraries::build_cublas;
 use super::{command, run_wrong};
 
 fn kvsmith(driver: &Path, arguments: &str) -> Outcome {
-    Outcome::of(command(driver, arguments).output().unwrap())
+    Outcome::from_output(command(driver, arguments).output().unwrap())
 }
 
 /// The one JSON document of a run that succeeded.
@@ -203,7 +203,7 @@ pub fn constant_heads(driver: &Path) {
                  --budget 0.1 --window 16 --max-new 3 --ignore-eos --device cuda"
             ),
         );
-        Outcome::of(recorded.env("FAKE_CUDA_LOG", &log).output().unwrap()).ok();
+        Outcome::from_output(recorded.env("FAKE_CUDA_LOG", &log).output().unwrap()).ok();
         let graphs = std::fs::read_to_string(&log).unwrap();
         let kernels: Vec<&str> = graphs.lines().next().unwrap().split_whitespace().collect();
         let count = |name: &str| kernels.iter().filter(|kernel| **kernel == name).count();
@@ -463,7 +463,7 @@ pub fn cublas(driver: &Path) {
                     .env("LD_LIBRARY_PATH", format!("{}:{path}", folders.join(":")))
                     .env_remove("KVSMITH_CUBLAS");
             }
-            let text = Outcome::of(command.output().unwrap()).ok().stderr;
+            let text = Outcome::from_output(command.output().unwrap()).ok().stderr;
             assert_eq!(text.contains("stand-in cuBLAS"), with, "{text}");
             Dump::open(&[dir.path().join(format!("{model}-{name}"))]).unwrap()
         };
@@ -539,7 +539,8 @@ pub fn small(driver: &Path) {
     let arguments =
         format!("run --model calib-data/model --prompt-file {at}/prompt --method full --device cuda");
     let mut command = command(driver, &arguments);
-    let Outcome { code, stderr, .. } = Outcome::of(command.env("FAKE_CUDA_MIB", "2").output().unwrap());
+    let Outcome { code, stderr, .. } =
+        Outcome::from_output(command.env("FAKE_CUDA_MIB", "2").output().unwrap());
     assert_eq!(code, Some(1), "{stderr}");
     assert!(
         stderr.contains("out of GPU memory: the model's weights need"),
@@ -612,7 +613,7 @@ pub fn unfit(driver: &Path) {
     stamp(driver, &cache);
     let kvsmith = |arguments: &str| {
         let mut command = command(driver, arguments);
-        Outcome::of(command.env("XDG_CACHE_HOME", &cache).output().unwrap())
+        Outcome::from_output(command.env("XDG_CACHE_HOME", &cache).output().unwrap())
     };
     let run = |device: &str| {
         let arguments = format!("run --json --model {at}/model --tokens {at}/ids --max-new 2 --method full");
@@ -721,7 +722,7 @@ pub fn not_finite(driver: &Path) {
             tokens.display()
         );
         let mut command = command(driver, &arguments);
-        let failed = Outcome::of(command.stdin(Stdio::null()).output().unwrap());
+        let failed = Outcome::from_output(command.stdin(Stdio::null()).output().unwrap());
         assert_eq!(failed.code, Some(1), "{}", failed.stderr);
         assert!(
             failed.stderr.contains("model.layers.1.mlp.up_proj.weight"),
