@@ -9,7 +9,7 @@ use kvsmith::{
 
 /// Calibrates, then generates with what the verdict recommends.
 pub fn main() -> Result<()> {
-    let machine = Machine::of(&Cpu, &Silent);
+    let machine = Machine::new(&Cpu, &Silent);
     let model = Model::open(Path::new("calib-data/model"))?;
     let (mut settings, mut cut) = (CalibrationSettings::default(), CorpusOptions::default());
     (cut.seq_len, cut.max_tokens) = (Some(1024), 8192);

@@ -152,7 +152,7 @@ impl Cli {
             }
         }
         command.mut_subcommands(|command| {
-            let examples = examples::of(command.get_name());
+            let examples = examples::for_command(command.get_name());
             let command = named_and_headed(command);
             match examples {
                 Some(examples) => command.after_help(examples),

@@ -83,7 +83,7 @@ impl Float {
     }
 
     /// Converts a safetensors type; `None` for types that kvsmith does not read.
-    pub fn of(dtype: Dtype) -> Option<Self> {
+    pub fn from_dtype(dtype: Dtype) -> Option<Self> {
         match dtype {
             Dtype::F32 => Some(Self::F32),
             Dtype::F16 => Some(Self::F16),

@@ -39,7 +39,7 @@ pub struct Machine<'a> {
 
 impl<'a> Machine<'a> {
     /// Takes a device that is used whatever the model.
-    pub fn of(device: &'a dyn Device, reporter: &'a dyn Reporter) -> Self {
+    pub fn new(device: &'a dyn Device, reporter: &'a dyn Reporter) -> Self {
         Self {
             device,
             falls_back: true,

@@ -63,11 +63,11 @@ pub struct Spec {
 impl Spec {
     /// Describes a tensor of elements `T`.
     pub fn new<T: Element>(name: &str, shape: &[usize]) -> Self {
-        Self::of(name, T::DTYPE, shape)
+        Self::with_dtype(name, T::DTYPE, shape)
     }
 
     /// Describes a tensor whose type is known only at run time.
-    pub fn of(name: &str, dtype: Dtype, shape: &[usize]) -> Self {
+    pub fn with_dtype(name: &str, dtype: Dtype, shape: &[usize]) -> Self {
         Self {
             name: name.to_string(),
             dtype,
@@ -273,7 +273,7 @@ impl Store {
             .and_then(|m| m.get(METADATA_KEY).cloned());
         let tensors = info.tensors().into_iter().map(|(name, t)| {
             let (a, b) = t.data_offsets;
-            let spec = Spec::of(&name, t.dtype, &t.shape);
+            let spec = Spec::with_dtype(&name, t.dtype, &t.shape);
             (name, (spec, start + a, start + b))
         });
         let specs = tensors.collect();

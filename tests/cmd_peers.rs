@@ -138,7 +138,7 @@ fn statistics_are_those_of_the_kept_rows() {
                     for row in &kept {
                         let turned = |x: &ndarray::Array2<f32>| {
                             let (mut x, p) = (x.row(*row).to_vec(), position(*row));
-                            ropes.of(layer).table(p..p + 1).rotate(&mut x, 0);
+                            ropes.layer(layer).table(p..p + 1).rotate(&mut x, 0);
                             x
                         };
                         let (q, k) = (turned(&queries), turned(&keys));

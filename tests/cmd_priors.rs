@@ -47,7 +47,7 @@ impl Naive {
         let (d, states, rope) = (
             dump.sizes.head_dim,
             dump.layer(layer).unwrap(),
-            dump.origin.model.ropes().of(layer).clone(),
+            dump.origin.model.ropes().layer(layer).clone(),
         );
         let keys = states.read(State::KPre, head / r, 0, dump.n).unwrap();
         let queries = states.read(State::QPre, head, 0, dump.n).unwrap();

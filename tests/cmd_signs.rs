@@ -104,7 +104,7 @@ fn the_section_is_what_its_definition_says() {
                     .map(|i| {
                         let mut key = keys.index_axis(Axis(0), *i).to_vec();
                         ropes
-                            .of(at / g)
+                            .layer(at / g)
                             .table(i - start..i - start + 1)
                             .rotate(&mut key, 0);
                         key

@@ -44,7 +44,7 @@ fn blocks(dump: &Dump, layer: usize, kv_head: usize) -> Vec<Block> {
     let r = dump.sizes.n_heads / dump.sizes.n_kv_heads;
     let (states, rope) = (
         dump.layer(layer).unwrap(),
-        dump.origin.model.ropes().of(layer).clone(),
+        dump.origin.model.ropes().layer(layer).clone(),
     );
     let read = |state, head| states.read(state, head, 0, dump.n).unwrap();
     let wide = |row: &[f32]| row.iter().map(|v| f64::from(*v)).collect::<Row>();

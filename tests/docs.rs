@@ -138,7 +138,7 @@ fn python_reads((positions, center): (&str, &str)) {
     let inv_freq: Vec<f64> = (0..d / 2)
         .map(|i| theta.powf(-2.0 * i as f64 / d as f64))
         .collect();
-    let table = decoder.ropes.of(0).table(0..ids.len());
+    let table = decoder.ropes.layer(0).table(0..ids.len());
     let (k_rope, q_rope) = (rotated(&states.k_pre, &table), rotated(&states.q_pre, &table));
     let keys_rope = k_rope.slice(s![0, ..40, ..]);
     // A query of each head of the first group.
@@ -210,7 +210,7 @@ fn python_reads((positions, center): (&str, &str)) {
 
 /// Compares codes with the program's, and scores with what they estimate.
 fn check_wpq(answer: &Value, codebooks: &HeadCodebooks, keys: ArrayView2<f32>, queries: ArrayView2<f32>) {
-    let codes = codebooks.of(0, 0).encode(keys, 0);
+    let codes = codebooks.head(0, 0).encode(keys, 0);
     assert_eq!(codes.len(), 2);
     for (stage, codes) in codes.iter().enumerate() {
         // Two groups of 16 words share a byte.
@@ -272,9 +272,9 @@ fn check_peers(
     let queries = MeanQueries::new(
         &head(triattention::Q_MEAN, 2 * half),
         &head(triattention::Q_ABS, half),
-        decoder.ropes.of(0),
+        decoder.ropes.layer(0),
     );
-    let table = decoder.ropes.of(0).table(0..n);
+    let table = decoder.ropes.layer(0).table(0..n);
     let mut rotated = keys.to_owned();
     for (position, mut key) in rotated.rows_mut().into_iter().enumerate() {
         table.rotate(key.as_slice_mut().unwrap(), position);

@@ -204,7 +204,7 @@ fn a_calibration_is_that_of_the_command() {
         ]
     );
     assert!(estimate.memory_bytes > estimate.disk.artifact);
-    let machine = Machine::of(&Cpu, &Silent);
+    let machine = Machine::new(&Cpu, &Silent);
     let seconds = estimate.measure(machine).unwrap().stages.total();
     assert!(seconds > 0.0 && seconds.is_finite(), "{seconds}");
     let new = |settings| Calibration::new(machine, &opened, settings, (&text, &beyond));

@@ -94,14 +94,14 @@ fn heads_of_a_layer_choose_as_their_methods_alone() {
         ("qwen3_norm", golden("qwen3_norm")),
     ] {
         assert!(dir.exists(), "{name}");
-        check_choices(&Calibrated::of(&dir, 120));
+        check_choices(&Calibrated::new(&dir, 120));
     }
 }
 
 /// A plan that serves all heads alike is the method itself; its bytes are those of the formats.
 #[test]
 fn a_plan_of_equal_heads_is_their_method() {
-    let model = Calibrated::of(&golden("llama_default"), 120);
+    let model = Calibrated::new(&golden("llama_default"), 120);
     let sizes = model.decoder.config.sizes();
     let head =
         json!({"repeat": sizes.n_kv_heads, "method": "wpq", "budget": 9, "keys": "f16", "values": "f16"});

@@ -376,9 +376,30 @@ fn texts_of_the_library_name_no_flags() {
     );
 }
 
+/// Lines that declare a function called `of`, which says nothing where it is called.
+fn functions_called_of(file: &str, text: &str) -> Vec<String> {
+    let declares = |line: &&str| ["fn of(", "fn of<"].iter().any(|start| line.contains(start));
+    let code = text.lines().filter(|line| !line.trim_start().starts_with("//"));
+    code.filter(declares)
+        .map(|line| format!("{file}: {}", line.trim()))
+        .collect()
+}
+
+#[test]
+fn functions_say_what_they_do() {
+    let tree = Tree::read(&root());
+    let found = tree.files.keys().flat_map(|file| {
+        let text = std::fs::read_to_string(root().join("src").join(file)).unwrap();
+        functions_called_of(file, &text)
+    });
+    assert_eq!(found.collect::<Vec<_>>(), Vec::<String>::new());
+    let made_up = "pub fn of<T>(x: T) {}\n    fn of(&self);\n// fn of()\nfn off() {}\nlet of = |x| x;";
+    assert_eq!(functions_called_of("a.rs", made_up).len(), 2);
+}
+
 /// A tree of made-up files.
 fn made_up(files: &[(&str, &str)]) -> Tree {
-    Tree::of(
+    Tree::from_texts(
         &files
             .iter()
             .map(|(path, text)| (path.to_string(), text.to_string()))

@@ -592,7 +592,7 @@ fn retrieval(rope: &str, metric: &str) {
             let q = queries.slice(group);
             let scores = codebooks.head(layer, head).scores(q);
             let inverse = invert_lower(chol.view()).unwrap().unwrap();
-            let table = decoder.ropes.of(0).table(256..257);
+            let table = decoder.ropes.layer(0).table(256..257);
             for (q, scores) in q.rows().into_iter().zip(scores.rows()) {
                 let mut qt = q.to_vec();
                 if windowed {

@@ -17,7 +17,7 @@ use ndarray::Array1;
 impl Calibrated {
     /// Every golden checkpoint, with 150 ids.
     fn all() -> impl Iterator<Item = Self> {
-        all_golden().map(|dir| Self::of(&dir, 150))
+        all_golden().map(|dir| Self::new(&dir, 150))
     }
 
     fn session(&self, method: MethodName, budget: Budget, kv: KvType, capacity: usize) -> Session<'_> {

@@ -86,7 +86,7 @@ impl Case {
 }
 
 /// Returns the value at `key` in the first row of the case `label`.
-fn of(rows: &[Measured], label: &str, key: &str) -> f64 {
+fn value(rows: &[Measured], label: &str, key: &str) -> f64 {
     rows.iter()
         .find(|m| m.case == label)
         .map_or(f64::NAN, |m| m.get(key))
@@ -118,7 +118,7 @@ pub fn wrapped(text: &str) -> String {
 
 /// Says whether the query centroids that decode steps replace lose less, as the paper reports.
 fn following(rows: &[Measured]) -> String {
-    let accuracy = |case: &str| of(rows, case, "needle_accuracy");
+    let accuracy = |case: &str| value(rows, case, "needle_accuracy");
     let fall = |case: &str| {
         let row = rows.iter().find(|m| m.case == case);
         let turn = |i: usize| row.and_then(|m| m.row["needle_accuracy_by_turn"][i].as_f64());
@@ -129,7 +129,8 @@ fn following(rows: &[Measured]) -> String {
     let told = |holds: bool, what: &str| format!("- {}", told(holds, what));
     [
         told(
-            more("update alone", "neither") && of(rows, "update alone", "kl") < of(rows, "neither", "kl"),
+            more("update alone", "neither")
+                && value(rows, "update alone", "kl") < value(rows, "neither", "kl"),
             "with the update alone, the method answers more needles and has a lower KL than with neither",
         ),
         told(

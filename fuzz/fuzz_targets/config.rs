@@ -12,7 +12,7 @@ use serde_json::Value;
 /// A copy of a small checkpoint, and the configurations to change.
 static BASE: LazyLock<(Folder, Vec<Value>)> = LazyLock::new(|| {
     one_thread();
-    let folder = Folder::of(&small_model(), &["model.safetensors", "config.json"]);
+    let folder = Folder::with_copies(&small_model(), &["model.safetensors", "config.json"]);
     let golden = small_model();
     let golden = golden.parent().expect("a parent");
     let config = |name: &str| {

@@ -87,5 +87,5 @@ fuzz_target!(|data: &[u8]| {
         }
     }
     let ropes = dump.origin.model.ropes();
-    let _ = ropes.of(0).table(0..dump.n.min(4));
+    let _ = ropes.layer(0).table(0..dump.n.min(4));
 });

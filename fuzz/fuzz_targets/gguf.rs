@@ -11,7 +11,7 @@ use libfuzzer_sys::fuzz_target;
 
 static FOLDER: LazyLock<Folder> = LazyLock::new(|| {
     one_thread();
-    Folder::of(&small_model(), &[])
+    Folder::with_copies(&small_model(), &[])
 });
 
 fuzz_target!(|data: &[u8]| {

@@ -20,7 +20,7 @@ impl Folder {
     }
 
     /// Makes a folder with a copy of some files of another one.
-    pub fn of(from: &Path, names: &[&str]) -> Self {
+    pub fn with_copies(from: &Path, names: &[&str]) -> Self {
         let folder = Self::new();
         for name in names {
             std::fs::copy(from.join(name), folder.path(name)).expect("the file is there");

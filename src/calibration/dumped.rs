@@ -57,7 +57,7 @@ impl<'a> DumpFit<'a> {
         if facts.reads_values {
             dump.check_values()?;
         }
-        let moments = MomentsSource::of(dump, settings)?;
+        let moments = MomentsSource::find(dump, settings)?;
         let input = FitInput {
             seed: settings.seed,
             position: moments.position(dump),
@@ -135,7 +135,7 @@ impl<'a> DumpFit<'a> {
             .progress((layers.len() * sizes.n_kv_heads) as u64, "heads");
         for layer in layers {
             progress.layer(layer, sizes.n_layers, fit.kind().facts().stage);
-            let (file, rope) = (dump.layer(layer)?, ropes.of(layer));
+            let (file, rope) = (dump.layer(layer)?, ropes.layer(layer));
             let (moments, sums) = self.moments.of_layer(layer, &file, fit.reads_pre_sums(), rope)?;
             let states = LayerStates {
                 layer,
@@ -172,7 +172,7 @@ enum MomentsSource {
 
 impl MomentsSource {
     /// Finds where the moments come from: the file that was given, or the dump.
-    fn of(dump: &Dump, settings: &DumpSettings) -> Result<Self> {
+    fn find(dump: &Dump, settings: &DumpSettings) -> Result<Self> {
         let position = match (settings.kind.facts().moments, settings.wrope_position) {
             (MomentsRead::Nothing, _) => return Ok(Self::Nothing),
             (MomentsRead::Own, _) => Some(Position::Own),

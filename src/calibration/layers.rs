@@ -103,7 +103,7 @@ impl Pass<'_> {
     /// Runs the next layer of the model and keeps the states that the fits read.
     fn capture(&self, capture: &mut Capture, progress: &dyn Progress) -> Result<Captured> {
         self.stage(progress, capture.next_layer, "capture");
-        let rope = self.decoder.ropes.of(capture.next_layer);
+        let rope = self.decoder.ropes.layer(capture.next_layer);
         let c = &self.decoder.config;
         let rows = &self.query_rows;
         let rows_of = |heads: usize| Array3::zeros((heads, self.corpus.n_tokens(), c.head_dim));
@@ -179,7 +179,7 @@ impl Pass<'_> {
                 sums: Some(&captured.sums),
                 block_start: &self.corpus.block_start,
                 kept: self.kept,
-                rope: self.decoder.ropes.of(layer),
+                rope: self.decoder.ropes.layer(layer),
             };
             let units = self.corpus.n_tokens() as u64;
             let part = self.time(stages, layer, kind.facts().stage, || {

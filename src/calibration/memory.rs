@@ -62,7 +62,7 @@ const ROW: [usize; 4] = [60, 110, 140, 90];
 
 impl JudgedRows {
     /// Counts the rows of a verdict with `variants` combinations of method and budget.
-    pub fn of(material: &Material, variants: usize) -> Self {
+    pub fn count(material: &Material, variants: usize) -> Self {
         let [means, intervals, others, answers] = ROW;
         let blocks = material.text.passages.len();
         let row_bytes = means

@@ -162,7 +162,7 @@ impl CalibrationSettings {
     /// Counts what the verdict will decode.
     pub fn judged_rows(&self, fits: &[Box<dyn Fit>], material: Option<&Material>) -> JudgedRows {
         let rows = material.zip(self.verdict.as_ref());
-        rows.map(|(material, verdict)| JudgedRows::of(material, verdict.variants(fits.len())))
+        rows.map(|(material, verdict)| JudgedRows::count(material, verdict.variants(fits.len())))
             .unwrap_or_default()
     }
 }

@@ -25,7 +25,7 @@ pub struct SectionChoice {
 
 impl SectionChoice {
     /// Returns the parameters of a section's fit.
-    fn of(&self, kind: &dyn SectionKind) -> Map<String, Value> {
+    fn parameters_for(&self, kind: &dyn SectionKind) -> Map<String, Value> {
         self.parameters.get(kind.name()).cloned().unwrap_or_default()
     }
 
@@ -36,7 +36,7 @@ impl SectionChoice {
             Some(named) => named.iter().any(|name| name == facts.name),
             None => !facts.on_request,
         };
-        let values = self.of(kind);
+        let values = self.parameters_for(kind);
         let is_null = |name| values.get(name).is_some_and(Value::is_null);
         is_asked && !kind.left_out_by().is_some_and(is_null)
     }
@@ -54,11 +54,11 @@ impl SectionChoice {
             return Err(error.hint(format!("the sections are {}", names.join(", "))));
         }
         for kind in SECTIONS {
-            kind.parameters().check(&self.of(*kind))?;
+            kind.parameters().check(&self.parameters_for(*kind))?;
         }
         let wanted = SECTIONS.iter().filter(|kind| self.is_wanted(**kind));
         let fits: Vec<Box<dyn Fit>> = wanted
-            .map(|kind| kind.fit(self.of(*kind), input))
+            .map(|kind| kind.fit(self.parameters_for(*kind), input))
             .collect::<Result<_>>()?;
         if fits.is_empty() {
             let left_out = SECTIONS.iter().filter_map(|kind| kind.left_out_by());

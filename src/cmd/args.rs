@@ -96,7 +96,7 @@ impl Global {
     /// The device asked for is not there: exit code 3.
     pub fn open_device(&self, workload: Workload) -> Result<Box<dyn compute::device::Device>> {
         let log = self.log();
-        let may_use = |found: &Found| match Stamp::of(found) {
+        let may_use = |found: &Found| match Stamp::read(found) {
             Some(_) => true,
             None => {
                 log.note(&unchecked(&found.gpu));

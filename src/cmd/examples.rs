@@ -71,7 +71,7 @@ pub const EXAMPLES: [(&str, &[&str]); 14] = [
 ];
 
 /// Returns the examples of a command as the end of its help.
-pub fn of(command: &str) -> Option<String> {
+pub fn for_command(command: &str) -> Option<String> {
     let (_, lines) = EXAMPLES.iter().find(|(name, _)| *name == command)?;
     let lines: Vec<String> = lines.iter().map(|line| format!("  {line}")).collect();
     Some(format!("Examples:\n{}", lines.join("\n")))

@@ -58,7 +58,8 @@ pub fn run(args: &Args, global: &Global) -> Result<()> {
                 q.assign(&states.read(State::QPre, head, rows.start, rows.len())?);
             }
             let kept = &dump.kept[rows];
-            let block = QuerySums::of_block(device.as_ref(), s.n_kv_heads, q_pre.view(), kept, ropes.of(i))?;
+            let block =
+                QuerySums::of_block(device.as_ref(), s.n_kv_heads, q_pre.view(), kept, ropes.layer(i))?;
             sums.add(&block);
         }
         layers.push(sums);

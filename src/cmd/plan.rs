@@ -72,7 +72,7 @@ fn plan(settings: &Settings, probe: bool, shards: Option<&ShardFlags>, global: &
         let device = silent.open_device(Workload::Model)?;
         let machine = Machine {
             precision: global.precision,
-            ..Machine::of(device.as_ref(), &Silent)
+            ..Machine::new(device.as_ref(), &Silent)
         };
         Some([estimate.measure(machine)?, estimate.measure(machine)?])
     } else {
@@ -100,11 +100,11 @@ fn plan(settings: &Settings, probe: bool, shards: Option<&ShardFlags>, global: &
         judged: &estimate.judged,
         times: times.as_ref(),
     };
-    let shards = shards.map(|flags| ShardPlan::of(flags, &job));
+    let shards = shards.map(|flags| ShardPlan::from_flags(flags, &job));
     let shards = shards.transpose()?.flatten();
     let sizes = [(a2ats::SIZE.to_owned(), codewords.into())];
     let indexes = bench_params(sizes.into_iter().collect())?;
-    let serving = Serving::of(
+    let serving = Serving::estimate(
         &config,
         [weights.bytes, weights.step],
         probe.then_some(&indexes),

@@ -26,7 +26,7 @@ pub struct Args {
 
 /// Runs `status`.
 pub fn run(args: &Args, global: &Global) -> Result<()> {
-    let status = Status::of(Found::below(&args.dir)?);
+    let status = Status::new(Found::below(&args.dir)?);
     if global.json {
         print_json(global, &status.json())
     } else {
@@ -146,7 +146,7 @@ struct Status {
 }
 
 impl Status {
-    fn of(found: Found) -> Self {
+    fn new(found: Found) -> Self {
         let mut status = Self {
             dumps: found.dumps,
             works: found.works,

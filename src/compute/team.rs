@@ -84,7 +84,7 @@ thread_local! {
 struct Membership;
 
 impl Membership {
-    fn of(team: &Team) -> Self {
+    fn enter(team: &Team) -> Self {
         OWN.set(team);
         Self
     }
@@ -194,13 +194,13 @@ impl Team {
             self.wake.notify_all();
         }
         let _awake = Awake(self);
-        let _membership = Membership::of(self);
+        let _membership = Membership::enter(self);
         body()
     }
 
     /// Works for the team whenever it is awake, until it is closed.
     fn serve(&self) {
-        let _membership = Membership::of(self);
+        let _membership = Membership::enter(self);
         loop {
             let sleep = lock(&self.sleep);
             let is_asleep = |_: &mut ()| {

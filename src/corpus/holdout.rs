@@ -227,8 +227,11 @@ mod tests {
             .map(|of| [of.first_block, of.usage.blocks])
             .collect();
         assert_eq!(places, [[0, 2], [3, 1]]);
-        assert_eq!(super::super::Documents::of(&manifest, 5), found.documents);
-        assert_eq!(super::super::Documents::of(&manifest, 3), None);
+        assert_eq!(
+            super::super::Documents::from_manifest(&manifest, 5),
+            found.documents
+        );
+        assert_eq!(super::super::Documents::from_manifest(&manifest, 3), None);
         // A file that does not say is of the same text.
         let old = super::super::CorpusManifest {
             kinds: None,

@@ -95,7 +95,7 @@ const KINDS: [&str; 2] = ["text", "uuid"];
 impl Documents {
     /// Reads the documents of a text of `n_blocks` blocks from its manifest; `None` if the manifest does not name them, or
     /// names blocks that the text does not have.
-    pub fn of(manifest: &CorpusManifest, n_blocks: usize) -> Option<Self> {
+    pub fn from_manifest(manifest: &CorpusManifest, n_blocks: usize) -> Option<Self> {
         let (kinds, documents) = (manifest.kinds.as_ref()?, manifest.documents.as_ref()?);
         let text = kinds.iter().find(|of| of.kind == KINDS[0]);
         let text_blocks = text.map_or(0, |of| of.usage.blocks);

@@ -260,7 +260,7 @@ impl<'a> CudaBackend<'a> {
         self.windows[part.space]
             .as_ref()
             .unwrap_or(&self.model.windows)
-            .of(layer)
+            .layer(layer)
     }
 
     /// Lists the parts of all layers.
@@ -328,7 +328,7 @@ impl<'a> CudaBackend<'a> {
         for part in &mut layers[number] {
             if let LayerCache::Packed(cache) = &mut part.cache {
                 let windows = windows[part.space].as_ref().unwrap_or(&model.windows);
-                pass.pack(part.space, options.packed, windows.of(number), cache)?;
+                pass.pack(part.space, options.packed, windows.layer(number), cache)?;
             }
         }
         pass.end_layer(model, windows, &for_prompt(number, &layers[number]))
@@ -345,7 +345,7 @@ impl<'a> CudaBackend<'a> {
             for part in layer {
                 let windows = self.windows[part.space].as_ref().unwrap_or(&self.model.windows);
                 let heads = self.spaces[part.space].at.shape.kv_heads as u64;
-                for (set, _) in windows.of(number).sets() {
+                for (set, _) in windows.layer(number).sets() {
                     let mut reads = Reads::new(CUDA_GRANULE);
                     part.index.reads(&set, &mut reads);
                     let of_heads = |bytes: Option<usize>| bytes.map(|bytes| heads * bytes as u64);
@@ -366,7 +366,7 @@ impl<'a> CudaBackend<'a> {
             return self.launch_step(step, trace);
         }
         if self.recording.is_none() {
-            self.recording = Recording::of(self.model.body.driver, || self.launch_step(step, None))?;
+            self.recording = Recording::record(self.model.body.driver, || self.launch_step(step, None))?;
         }
         self.recording.as_ref().map_or(Ok(()), Recording::replay)
     }

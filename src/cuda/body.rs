@@ -70,7 +70,7 @@ impl<'a> Body<'a> {
             embedding: embedding.map(joined).transpose()?,
             norm: Buffer::from_slice(driver, "norms", &decoder.norm)?,
             head: upload(driver, &[&decoder.head])?,
-            rope: decoder.ropes.of(0).clone(),
+            rope: decoder.ropes.layer(0).clone(),
             decoder: Some(decoder),
             driver,
             config,
@@ -90,7 +90,7 @@ impl<'a> Body<'a> {
 
     fn drawn(driver: &'a dyn Driver, config: ModelConfig, seed: u32) -> Result<Self> {
         check_model(&config)?;
-        let sizes = LayerSizes::of(&config);
+        let sizes = LayerSizes::from_config(&config);
         let windows = config.windows().into_iter().enumerate();
         let layers =
             windows.map(|(i, window)| LayerWeights::random(driver, &sizes, window, seed + 8 + 4 * i as u32));
@@ -110,7 +110,7 @@ impl<'a> Body<'a> {
 
     /// Returns the sizes of the model's layers.
     pub fn sizes(&self) -> LayerSizes {
-        LayerSizes::of(&self.config)
+        LayerSizes::from_config(&self.config)
     }
 
     /// Returns the type of rows that a prompt attends but no cache keeps: the type of the weights, or f32.

@@ -210,7 +210,7 @@ impl Forward for CudaForward<'_> {
             *space = StepSpace::new(body, n)?;
         }
         let (work, hidden) = (&space.work, &space.hidden);
-        let rotation = Rotation::of(driver, &body.rope, positions)?;
+        let rotation = Rotation::at_positions(driver, &body.rope, positions)?;
         space.ids.write(ids)?;
         body.embed(&space.ids, n, hidden)?;
         for (index, weights) in body.layers.iter().enumerate() {

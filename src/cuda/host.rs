@@ -370,7 +370,7 @@ impl Backend for HostBackend<'_> {
                 .limits
                 .in_layer(blocks[number].window)
                 .static_set(at.position);
-            let positions = model.windows.of(number);
+            let positions = model.windows.layer(number);
             let arrived = layers[number].fetch(&model.space.work, static_set, positions, &set, at.step)?;
             let chosen = layers[number].attend(&model.space.work, static_set, &set, arrived)?;
             let mut reads = Reads::new(CUDA_GRANULE);

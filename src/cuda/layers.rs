@@ -48,7 +48,7 @@ impl Layers for CudaLayers<'_> {
         Ok(Box::new(CudaLayer {
             model: self,
             weights: LayerWeights::upload(self.driver, &layer)?,
-            sizes: LayerSizes::of(&self.decoder.config),
+            sizes: LayerSizes::from_config(&self.decoder.config),
             layer,
         }))
     }
@@ -70,7 +70,7 @@ impl CudaLayer<'_> {
         let m = hidden.view().nrows();
         let chunk = ROWS.min(m).max(1);
         let work = Workspace::new(driver, *s, self.model.precision, chunk)?;
-        let rotation = Rotation::new(driver, self.model.decoder.ropes.of(self.layer.index), 0, m)?;
+        let rotation = Rotation::new(driver, self.model.decoder.ropes.layer(self.layer.index), 0, m)?;
         let rows = Buffer::<f32>::new(driver, "hidden states", chunk * s.hidden)?;
         let float = self.model.precision.attended(self.layer.k.weight.float());
         let mut context = match hidden {

@@ -90,7 +90,7 @@ impl<'a> DeviceModel<'a> {
         let (work, hidden, values) = (&space.work, &space.hidden, n * body.config.hidden_size);
         body.embed(&space.ids, n, hidden)?;
         for (index, weights) in body.layers.iter().enumerate() {
-            let at = RowPositions::Last(self.windows.of(index));
+            let at = RowPositions::Last(self.windows.layer(index));
             work.project(weights, hidden, n, 1, &self.rotation, at)?;
             let chosen = attend(index)?;
             work.finish(weights, hidden, n)?;

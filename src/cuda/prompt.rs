@@ -200,7 +200,7 @@ impl<'d> PromptPass<'d> {
             let at = self.first + start;
             // Only the last position of the last layer's output is needed.
             let is_wanted = !is_last || start + n == self.m;
-            let positions = model.windows.of_mut(layer.number);
+            let positions = model.windows.layer_mut(layer.number);
             positions.set(&[at as u32])?;
             positions.advance(n)?;
             let last = RowPositions::Last(positions);
@@ -211,7 +211,7 @@ impl<'d> PromptPass<'d> {
                 let (work, space) = (&self.work, &mut self.spaces[part.space]);
                 let positions = match own.get_mut(part.space) {
                     Some(Some(windows)) => {
-                        let positions = windows.of_mut(layer.number);
+                        let positions = windows.layer_mut(layer.number);
                         positions.set(&[at as u32])?;
                         positions.advance(n)?;
                         &*positions
@@ -270,7 +270,7 @@ impl<'d> PromptPass<'d> {
                 cache: part.cache,
                 queries: self.queries(space),
                 prompts: space.prompts.as_ref(),
-                positions: windows.unwrap_or(&model.windows).of(layer.number),
+                positions: windows.unwrap_or(&model.windows).layer(layer.number),
             })?;
         }
         Ok(())

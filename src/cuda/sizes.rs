@@ -31,14 +31,14 @@ pub fn check_model(c: &ModelConfig) -> Result<()> {
         _ if c.multipliers != Multipliers::ONE => "constant factors on activations",
         _ if !c.no_rope_layers().is_empty() => "layers without RoPE",
         _ if c.blocks.iter().any(|block| block.experts.is_some()) => "mixtures of experts",
-        _ => return LayerSizes::of(c).shape(1, 1).checked().map(drop),
+        _ => return LayerSizes::from_config(c).shape(1, 1).checked().map(drop),
     };
     Err(Error::unsupported(format!("CUDA: models with {part} are not supported")).hint("use ⟨device=cpu⟩"))
 }
 
 impl LayerSizes {
     /// Returns the sizes of a model.
-    pub fn of(c: &ModelConfig) -> Self {
+    pub fn from_config(c: &ModelConfig) -> Self {
         Self {
             hidden: c.hidden_size,
             intermediate: c.intermediate_size,

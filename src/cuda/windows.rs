@@ -38,7 +38,7 @@ impl<'d> Windows<'d> {
     /// Returns the limits of every layer.
     pub fn limits(&self) -> Vec<Limits> {
         (0..self.of_layer.len())
-            .map(|layer| self.of(layer).limits)
+            .map(|layer| self.layer(layer).limits)
             .collect()
     }
 
@@ -51,12 +51,12 @@ impl<'d> Windows<'d> {
     }
 
     /// Returns the positions of a layer.
-    pub fn of(&self, layer: usize) -> &Positions<'d> {
+    pub fn layer(&self, layer: usize) -> &Positions<'d> {
         &self.positions[self.of_layer[layer]]
     }
 
     /// Returns the positions of a layer, for changes.
-    pub fn of_mut(&mut self, layer: usize) -> &mut Positions<'d> {
+    pub fn layer_mut(&mut self, layer: usize) -> &mut Positions<'d> {
         &mut self.positions[self.of_layer[layer]]
     }
 }

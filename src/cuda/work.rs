@@ -47,7 +47,7 @@ impl<'d> Rotation<'d> {
     ///
     /// # Errors
     /// Out of memory.
-    pub fn of(driver: &'d dyn Driver, rope: &Rope, positions: &[usize]) -> Result<Self> {
+    pub fn at_positions(driver: &'d dyn Driver, rope: &Rope, positions: &[usize]) -> Result<Self> {
         Self::filled(driver, rope, positions.iter().copied(), 0)
     }
 

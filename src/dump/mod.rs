@@ -124,12 +124,12 @@ pub fn layer_specs(sizes: Sizes, n: usize, options: &DumpOptions) -> Vec<Spec> {
         Float::F16 => Dtype::F16,
         Float::Bf16 => Dtype::BF16,
     };
-    let mut specs = vec![Spec::of("k_pre", dtype, &[g, n, d])];
+    let mut specs = vec![Spec::with_dtype("k_pre", dtype, &[g, n, d])];
     if options.queries {
-        specs.push(Spec::of("q_pre", dtype, &[h, n, d]));
+        specs.push(Spec::with_dtype("q_pre", dtype, &[h, n, d]));
     }
     if options.values {
-        specs.push(Spec::of("v", dtype, &[g, n, d]));
+        specs.push(Spec::with_dtype("v", dtype, &[g, n, d]));
     }
     specs
 }

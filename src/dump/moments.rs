@@ -59,7 +59,9 @@ impl Moments {
         let ropes = origin.model.ropes();
         let layers = sums.iter().enumerate();
         Self {
-            layers: layers.map(|(i, sums)| sums.at(position, ropes.of(i))).collect(),
+            layers: layers
+                .map(|(i, sums)| sums.at(position, ropes.layer(i)))
+                .collect(),
             sums: Some(sums),
             position,
             origin,

@@ -124,7 +124,7 @@ pub(super) fn join_blocks(
         ids.extend_from_slice(&part.ids);
         held_out.extend_from_slice(&part.held_out);
     }
-    let documents = Documents::of(text, block_start.len() - 1);
+    let documents = Documents::from_manifest(text, block_start.len() - 1);
     let corpus = Corpus {
         ids,
         block_start,

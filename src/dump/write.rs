@@ -60,7 +60,7 @@ pub fn write(
         let mut blocks = 0..corpus.n_blocks();
         capture.layer(progress.as_ref(), &mut |rows, states| {
             let (q_pre, kept) = (states.q_pre.view(), &kept[rows.clone()]);
-            let block = QuerySums::of_block(device, sizes.n_kv_heads, q_pre, kept, decoder.ropes.of(i))?;
+            let block = QuerySums::of_block(device, sizes.n_kv_heads, q_pre, kept, decoder.ropes.layer(i))?;
             sums.add(&block);
             if let Some(i) = blocks.next().filter(|_| job.shard.is_some()) {
                 put_sums(&writer, i, &block)?;

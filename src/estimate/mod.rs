@@ -77,9 +77,9 @@ impl<'a> Estimate<'a> {
             corpus,
             settings: own,
             codewords,
-            weights: Weights::of(config, dir),
+            weights: Weights::estimate(config, dir),
             memory_bytes: memory.total(),
-            disk: Disk::of(config, corpus, memory.results, &judged),
+            disk: Disk::estimate(config, corpus, memory.results, &judged),
             memory,
             fits,
             sections,
@@ -105,7 +105,7 @@ impl<'a> Estimate<'a> {
 
     /// Returns the bytes of an artifact without a verdict, and of one with it if one is wanted.
     pub fn artifacts(&self) -> [Option<usize>; 2] {
-        let plain = Disk::of(
+        let plain = Disk::estimate(
             self.config,
             self.corpus,
             self.memory.results,
@@ -136,7 +136,7 @@ pub struct Weights {
 
 impl Weights {
     /// Computes the sizes from the shape and from the files of a folder, or of a GGUF file.
-    pub fn of(c: &ModelConfig, dir: &Path) -> Self {
+    pub fn estimate(c: &ModelConfig, dir: &Path) -> Self {
         let each = c.layer_weights();
         let sum = |which: usize| each.iter().map(|of| of[which]).sum::<f64>() as usize;
         let (layers, read) = (sum(0), sum(1));
@@ -188,7 +188,7 @@ const MANIFEST: [usize; 4] = [6500, 800, 450, 25];
 
 impl Disk {
     /// Computes the sizes; `results` are the bytes of the artifact's tensors.
-    pub fn of(config: &ModelConfig, corpus: &Corpus, results: usize, judged: &JudgedRows) -> Self {
+    pub fn estimate(config: &ModelConfig, corpus: &Corpus, results: usize, judged: &JudgedRows) -> Self {
         let sizes = config.sizes();
         let n = corpus.n_tokens();
         let hidden = n * config.hidden_size * size_of::<f32>();

@@ -76,7 +76,7 @@ pub struct TimedMethod {
 impl Serving {
     /// Computes the bytes, from those of all weights and of those that a step reads; measures the times if the
     /// parameters of the indexes are given and the shape can be timed.
-    pub fn of(
+    pub fn estimate(
         config: &ModelConfig,
         [weights, read]: [usize; 2],
         params: Option<&BenchParams>,

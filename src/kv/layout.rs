@@ -23,7 +23,7 @@ impl Center {
     ///
     /// # Source
     /// Eq. 5 takes the mean; the authors' code takes the lower median.
-    pub fn of(self, values: &mut [f32]) -> f32 {
+    pub fn compute(self, values: &mut [f32]) -> f32 {
         if values.is_empty() {
             return 0.0;
         }
@@ -43,7 +43,7 @@ impl Center {
     pub fn of_channels(self, rows: ArrayView2<f32>) -> Vec<f32> {
         rows.axis_iter(Axis(1))
             .into_par_iter()
-            .map(|channel| self.of(&mut channel.to_vec()))
+            .map(|channel| self.compute(&mut channel.to_vec()))
             .collect()
     }
 }

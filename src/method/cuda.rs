@@ -270,7 +270,7 @@ impl<T> ByWindow<T> {
     }
 
     /// Returns the value that layers with this sliding window share; the first call for a window makes it.
-    pub fn of(&mut self, limits: &Limits, make: impl FnOnce() -> Result<T>) -> Result<Rc<T>> {
+    pub fn get_or_make(&mut self, limits: &Limits, make: impl FnOnce() -> Result<T>) -> Result<Rc<T>> {
         let window = limits.model_window;
         if let Some((_, known)) = self.0.iter().find(|(other, _)| *other == window) {
             return Ok(Rc::clone(known));
@@ -306,7 +306,7 @@ mod tests {
             ..Limits::last(1)
         };
         let mut shared = ByWindow::new();
-        let mut of = |window, i: usize| *shared.of(&limits(window), || Ok(i)).unwrap();
+        let mut of = |window, i: usize| *shared.get_or_make(&limits(window), || Ok(i)).unwrap();
         let windows = [None, Some(8), None, Some(9), Some(8)];
         let found: Vec<usize> = windows.into_iter().zip(0..).map(|(w, i)| of(w, i)).collect();
         assert_eq!(found, [0, 1, 0, 3, 1]);

@@ -51,7 +51,7 @@ impl Shifts {
     }
 
     /// Returns the shifts of a KV head's query heads, `[r]`.
-    fn of(&self, place: &Place) -> &[Option<f32>] {
+    fn at(&self, place: &Place) -> &[Option<f32>] {
         let first = place.layer * self.n_heads + place.kv_head * place.group;
         &self.shifts[first..first + place.group]
     }
@@ -96,7 +96,7 @@ impl Method for WithTail {
     }
 
     fn tail(&self, place: &Place) -> Option<Tail> {
-        let shifts = self.shifts.of(place);
+        let shifts = self.shifts.at(place);
         let is_used = shifts.iter().any(Option::is_some);
         is_used.then(|| Tail::new(shifts.to_vec(), place.head_dim, place.kv))
     }

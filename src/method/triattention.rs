@@ -82,7 +82,9 @@ impl AllMeanQueries {
             n_kv_heads: sizes.n_kv_heads,
             heads: heads
                 .enumerate()
-                .map(|(i, (mean, abs))| Arc::new(MeanQueries::new(mean, abs, ropes.of(i / sizes.n_kv_heads))))
+                .map(|(i, (mean, abs))| {
+                    Arc::new(MeanQueries::new(mean, abs, ropes.layer(i / sizes.n_kv_heads)))
+                })
                 .collect(),
         })
     }

@@ -57,7 +57,7 @@ fn prepare(ask: &Ask) -> Result<Box<dyn Method>> {
 
 impl Method for HeadCodebooks {
     fn head(&self, place: &Place) -> Box<dyn Retriever> {
-        Box::new(Wpq::new(Arc::clone(self.of(place.layer, place.kv_head))))
+        Box::new(Wpq::new(Arc::clone(self.head(place.layer, place.kv_head))))
     }
 
     fn cuda(&self) -> Option<&dyn CudaMethod> {

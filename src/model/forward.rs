@@ -167,16 +167,16 @@ impl<'a> CpuForward<'a> {
         Self::with_precision(decoder, Precision::Auto)
     }
 
-    /// Opens all layers of a model; see [`CpuForward::of`].
+    /// Opens all layers of a model; see [`CpuForward::with_layers`].
     pub fn with_precision(decoder: &'a Decoder, precision: Precision) -> Result<Self> {
         let layer = |i| Ok(decoder.layer(i)?.with_precision(precision));
         let layers = (0..decoder.config.n_layers()).map(layer);
-        Ok(Self::of(decoder, layers.collect::<Result<_>>()?))
+        Ok(Self::with_layers(decoder, layers.collect::<Result<_>>()?))
     }
 
     /// Joins a model with layers, which need not be those of its checkpoint. Copies their weights to large pages of memory if
     /// there is room; see [`Weight::hold`].
-    pub fn of(decoder: &'a Decoder, mut layers: Vec<Layer>) -> Self {
+    pub fn with_layers(decoder: &'a Decoder, mut layers: Vec<Layer>) -> Self {
         let mut head = Linear::new(decoder.head.weight.clone(), None);
         let weights = layers.iter_mut().flat_map(Layer::weights_mut);
         Weight::hold(weights.chain([&mut head.weight]).collect());
@@ -226,7 +226,7 @@ impl Forward for CpuForward<'_> {
             env::check()?;
             let mut states = layer.project(hidden.view());
             self.decoder.check_states(layer, &states)?;
-            let table = tables.of(index);
+            let table = tables.layer(index);
             let k_rope = rotated(&states.k_pre, table);
             rotate(&mut states.q_pre, table);
             let rows = Rows {
@@ -267,7 +267,7 @@ impl Forward for CpuForward<'_> {
         let tables = self.decoder.ropes.tables(positions.iter().copied());
         for (index, layer) in self.layers.iter().enumerate() {
             let states = layer.project(hidden.view());
-            let table = tables.of(index);
+            let table = tables.layer(index);
             let rows = Rows {
                 q_rope: rotated_rows(&states.q_pre, table),
                 k_rope: rotated_rows(&states.k_pre, table),
@@ -346,7 +346,7 @@ impl BlockLayer for CpuLayer<'_> {
         tap: &mut dyn FnMut(&States) -> Result<()>,
     ) -> Result<()> {
         let mut tapped = Ok(());
-        let rope = self.decoder.ropes.of(self.layer.index);
+        let rope = self.decoder.ropes.layer(self.layer.index);
         self.layer
             .forward(rope, hidden.view_mut(), |states, _| tapped = tap(states));
         // This check goes first: it names the faulty tensor, which an error of `tap` would not.

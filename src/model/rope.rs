@@ -167,7 +167,7 @@ pub struct PerLayer<T> {
 
 impl<T> PerLayer<T> {
     /// Returns what a layer has.
-    pub fn of(&self, layer: usize) -> &T {
+    pub fn layer(&self, layer: usize) -> &T {
         let still = self.still.as_ref().filter(|_| self.without.contains(&layer));
         still.unwrap_or(&self.rotating)
     }

@@ -150,7 +150,7 @@ impl Checkpoint {
             let entry = Entry {
                 shard,
                 kind: format!("{:?}", info.dtype),
-                stored: Float::of(info.dtype).map(Stored::Float),
+                stored: Float::from_dtype(info.dtype).map(Stored::Float),
                 shape: info.shape.clone(),
                 start: data + a,
                 len: b - a,

@@ -47,7 +47,7 @@ impl Caches {
             }
         };
         let layer = |layer: usize| (0..c.n_kv_heads).map(|kv_head| head(layer, kv_head)).collect();
-        Self::of((0..c.n_layers()).map(layer).collect())
+        Self::from_heads((0..c.n_layers()).map(layer).collect())
     }
 
     /// Takes caches and indexes that are filled already, by layer and KV head.
@@ -61,10 +61,10 @@ impl Caches {
             },
         };
         let heads = heads.into_iter();
-        Self::of(heads.map(|layer| layer.into_iter().map(head).collect()).collect())
+        Self::from_heads(heads.map(|layer| layer.into_iter().map(head).collect()).collect())
     }
 
-    fn of(heads: Vec<Vec<Head>>) -> Self {
+    fn from_heads(heads: Vec<Vec<Head>>) -> Self {
         Self {
             counts: vec![Counts::NONE; heads.len()],
             heads,
@@ -108,7 +108,7 @@ impl Caches {
             },
         };
         let layers = self.heads.iter_mut();
-        Self::of(
+        Self::from_heads(
             layers
                 .map(|heads| heads.iter_mut().map(in_full).collect())
                 .collect(),
@@ -208,7 +208,13 @@ fn step_layer(
         }
     }
     let stepped = team::map(tasks, |(i, c, r, step, head, out)| {
-        head.step(&Token::of(rows, c, r, i), step, &sets[i], options.granule, out)
+        head.step(
+            &Token::from_rows(rows, c, r, i),
+            step,
+            &sets[i],
+            options.granule,
+            out,
+        )
     });
     let mut stepped = stepped.into_iter();
     counts

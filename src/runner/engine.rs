@@ -102,7 +102,7 @@ impl<'a> Engine<'a> {
     /// Makes an engine without sequences, with caches and indexes on the CPU; the model may be on any device. Decode steps choose
     /// positions by `method`.
     pub fn new(forward: Box<dyn Forward + 'a>, method: &'a dyn Method, options: DecodeOptions) -> Self {
-        Self::of(
+        Self::with_pool(
             options,
             Together {
                 forward,
@@ -116,10 +116,10 @@ impl<'a> Engine<'a> {
     /// Makes an engine without sequences, each of which has its caches and its index on a device.
     pub fn on_device(opener: Box<dyn Opener<'a> + 'a>, options: DecodeOptions) -> Self {
         let sessions = BTreeMap::new();
-        Self::of(options, Apart { opener, sessions })
+        Self::with_pool(options, Apart { opener, sessions })
     }
 
-    fn of(options: DecodeOptions, pool: impl Pool + 'a) -> Self {
+    fn with_pool(options: DecodeOptions, pool: impl Pool + 'a) -> Self {
         Self {
             pool: Box::new(pool),
             options,

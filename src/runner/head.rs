@@ -138,7 +138,7 @@ pub(super) struct Token<'a> {
 
 impl<'a> Token<'a> {
     /// Takes the rows of KV head `c` with its `r` query heads from one trajectory.
-    pub fn of(rows: &'a Rows, c: usize, r: usize, trajectory: usize) -> Self {
+    pub fn from_rows(rows: &'a Rows, c: usize, r: usize, trajectory: usize) -> Self {
         let own = s![c, trajectory..trajectory + 1, ..];
         let group = s![c * r..(c + 1) * r, trajectory, ..];
         Self {

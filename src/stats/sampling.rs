@@ -21,7 +21,7 @@ impl TextBlocks {
     }
 
     /// Returns the block of a row.
-    pub fn of(&self, row: usize) -> Range<usize> {
+    pub fn containing(&self, row: usize) -> Range<usize> {
         self.0[self.0.partition_point(|block| block.end <= row)].clone()
     }
 
@@ -40,7 +40,7 @@ impl TextBlocks {
             .as_slice_mut()
             .ok_or_else(|| Error::internal("internal: rows to rotate are not contiguous"))?;
         x.par_chunks_exact_mut(d).zip(rows).for_each(|(x, row)| {
-            table.rotate(x, row - self.of(*row).start);
+            table.rotate(x, row - self.containing(*row).start);
             simd::scale(x, scale);
         });
         Ok(())
@@ -72,7 +72,12 @@ mod tests {
     fn rows_have_blocks_and_samples_are_even() {
         let blocks = TextBlocks::new(&[0, 3, 3, 10]);
         assert_eq!(
-            [blocks.of(0), blocks.of(2), blocks.of(3), blocks.of(9)],
+            [
+                blocks.containing(0),
+                blocks.containing(2),
+                blocks.containing(3),
+                blocks.containing(9)
+            ],
             [0..3, 0..3, 3..10, 3..10]
         );
         assert_eq!((blocks.longest(), blocks.iter().count()), (7, 3));

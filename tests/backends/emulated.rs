@@ -52,7 +52,7 @@ impl Emulated {
     /// # Errors
     /// Why there is none.
     pub fn new(tensor_cores: bool) -> std::result::Result<Self, String> {
-        Self::of(build(&[])?, tensor_cores)
+        Self::with_program(build(&[])?, tensor_cores)
     }
 
     /// The same with sanitizers and with what else a GPU may do: fused multiply-adds, other rounding of exponentials,
@@ -75,10 +75,10 @@ impl Emulated {
         if std::arch::is_x86_feature_detected!("fma") {
             flags.push("-mfma");
         }
-        Self::of(build(&flags)?, tensor_cores)
+        Self::with_program(build(&flags)?, tensor_cores)
     }
 
-    fn of(program: PathBuf, tensor_cores: bool) -> std::result::Result<Self, String> {
+    fn with_program(program: PathBuf, tensor_cores: bool) -> std::result::Result<Self, String> {
         let emulated = Self {
             program,
             tensor_cores,

@@ -64,7 +64,7 @@ pub fn exact_logits(
     let mut hidden = decoder.embed(ids).unwrap();
     for i in 0..decoder.config.n_layers() {
         let layer = decoder.layer(i).unwrap();
-        layer.forward(decoder.ropes.of(i), hidden.view_mut(), |states, k_rope| {
+        layer.forward(decoder.ropes.layer(i), hidden.view_mut(), |states, k_rope| {
             tap(i, states, k_rope)
         });
     }

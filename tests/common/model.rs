@@ -48,7 +48,7 @@ pub struct Calibrated {
 
 impl Calibrated {
     /// Calibrates a checkpoint with few tokens, and draws `n` ids.
-    pub fn of(dir: &Path, n: usize) -> Self {
+    pub fn new(dir: &Path, n: usize) -> Self {
         let scratch = Scratch::new();
         let tokens = scratch.tokens("tokens.json", &documents(&[80, 60], 1));
         let little = "--size 8 --iterations 1 --peers --no-verdict";
@@ -126,7 +126,7 @@ pub fn captured(decoder: &Decoder, ids: &[u32]) -> Vec<Captured> {
     let mut hidden = decoder.embed(ids).unwrap();
     let layer = |i: usize| {
         let mut out = None;
-        let rope = decoder.ropes.of(i);
+        let rope = decoder.ropes.layer(i);
         let table = rope.table(0..ids.len());
         let layer = decoder.layer(i).unwrap();
         layer.forward(rope, hidden.view_mut(), |s, k_rope| {

@@ -103,7 +103,7 @@ fn attend(
 }
 
 fn rotate(decoder: &Decoder, x: &[f64], position: usize) -> Vec<f64> {
-    let table = decoder.ropes.of(0).table(position..position + 1);
+    let table = decoder.ropes.layer(0).table(position..position + 1);
     let [cos, sin] = table.parts();
     let half = x.len() / 2;
     let mut out = x.to_vec();

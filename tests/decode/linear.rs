@@ -76,7 +76,7 @@ struct Numbers {
 }
 
 impl Numbers {
-    fn of(case: &Case, mut draw: impl FnMut(usize) -> Vec<f32>) -> Self {
+    fn draw(case: &Case, mut draw: impl FnMut(usize) -> Vec<f32>) -> Self {
         let mut weight = draw(case.n * case.k);
         weight.iter_mut().for_each(|w| *w = round(case.kind, *w));
         Self {
@@ -150,14 +150,14 @@ fn linear<'d>(
 pub fn check(driver: &dyn Driver, case: &Case) {
     let mut rng = ChaCha8Rng::seed_from_u64((case.n * case.k + case.m) as u64);
     // Whole numbers of up to 5 have sums that f32 has, whatever the order.
-    let whole = Numbers::of(case, |n| (0..n).map(|_| rng.gen_range(-5..=5) as f32).collect());
+    let whole = Numbers::draw(case, |n| (0..n).map(|_| rng.gen_range(-5..=5) as f32).collect());
     let out = whole.run(driver, case);
     for (i, out) in out.iter().enumerate() {
         let (exact, _) = whole.exactly(case, i / case.n, i % case.n);
         assert_eq!(f64::from(*out), exact, "row {} column {}", i / case.n, i % case.n);
     }
 
-    let mut random = Numbers::of(case, |n| normals(&mut rng, n));
+    let mut random = Numbers::draw(case, |n| normals(&mut rng, n));
     // One channel is much larger than the others, as in the activations of language models.
     random.x.iter_mut().step_by(case.k).for_each(|x| *x *= 300.0);
     let out = random.run(driver, case);

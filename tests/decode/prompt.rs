@@ -94,7 +94,7 @@ struct Reference {
 
 impl Reference {
     /// Keys and values `[n,d]`, queries `[r,m,d]`.
-    fn of(case: &Case, rows: [ArrayView2<f32>; 2], queries: &Array3<f32>) -> Self {
+    fn new(case: &Case, rows: [ArrayView2<f32>; 2], queries: &Array3<f32>) -> Self {
         let (layout, [keys, values]) = (case.special.layout, rows);
         let (n, d) = keys.dim();
         let mut packed = Packed::new(d, layout, n);
@@ -154,7 +154,7 @@ pub fn check(driver: &dyn Driver, case: &Case) {
         let own = [&keys, &values].map(|all| matrix(all, at, [n, d]).slice_move(s![..lens[at / g], ..]));
         let queries = queries[at * r * m * d..(at + 1) * r * m * d].to_vec();
         let queries = Array3::from_shape_vec((r, m, d), queries).unwrap();
-        references.push(Reference::of(case, own, &queries));
+        references.push(Reference::new(case, own, &queries));
     }
 
     let prompts = Prompts::with_heads(driver, shape, at_once).unwrap();

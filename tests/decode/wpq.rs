@@ -424,12 +424,12 @@ impl Masses {
         }
     }
 
-    fn of(&self, p: usize) -> f64 {
+    fn mass(&self, p: usize) -> f64 {
         self.masses[p - self.first]
     }
 
     fn check(&self, p: usize, key: u32) {
-        let (weight, exact) = (f64::from(f32::from_bits(key & 0x7fff_ffff)), self.of(p));
+        let (weight, exact) = (f64::from(f32::from_bits(key & 0x7fff_ffff)), self.mass(p));
         // Small numbers of f32 have a step of 2^-149.
         let bound = self.relative * exact + 0.5f64.powi(120);
         assert!(
@@ -732,7 +732,7 @@ impl Found<'_> {
         };
         let slack = 2.0 * (masses.relative + step.exp2() - 1.0);
         for (a, b) in ours.iter().flat_map(|a| theirs.iter().map(move |b| (*a, *b))) {
-            let (x, y) = (masses.of(a), masses.of(b));
+            let (x, y) = (masses.mass(a), masses.mass(b));
             assert!((x - y).abs() <= slack * (x + y), "{a} for {b}: {x}, {y}");
         }
     }

@@ -24,7 +24,7 @@ enum Distances {
 
 impl Distances {
     /// The bucket of a distance, and the distances over which its query is the mean.
-    fn of(&self, distance: usize) -> (usize, Range<usize>) {
+    fn bucket(&self, distance: usize) -> (usize, Range<usize>) {
         match self {
             Self::At(b) => (0, *b..*b + 1),
             Self::Buckets(Edges(edges)) => {
@@ -133,12 +133,12 @@ impl Model for NaiveA2ats {
         for q in &step.q_pre {
             let mut bound = 0.0f64;
             // The mean adds this to the scores of the farthest candidates, and the program takes it off all scores.
-            let farthest = self.distances.of(step.t - step.candidates.start).1;
+            let farthest = self.distances.bucket(step.t - step.candidates.start).1;
             let constant = dot(&self.rotated_and_solved(q, farthest), &self.mean);
             // By bucket: the scores of all codewords.
             let mut scores: BTreeMap<usize, Vec<f64>> = BTreeMap::new();
             for position in step.candidates.clone() {
-                let (bucket, distances) = self.distances.of(step.t - position);
+                let (bucket, distances) = self.distances.bucket(step.t - position);
                 scores.entry(bucket).or_insert_with(|| {
                     let y = self.rotated_and_solved(q, distances);
                     let mean = dot(&y, &self.mean) - constant;
@@ -151,7 +151,7 @@ impl Model for NaiveA2ats {
             let all: Vec<f64> = scores.values().flatten().copied().collect();
             near_tie |= has_near_tie(&all, bound * 4.0);
             let of = |position: usize| {
-                let (bucket, code) = (self.distances.of(step.t - position).0, codes[position]);
+                let (bucket, code) = (self.distances.bucket(step.t - position).0, codes[position]);
                 Ranked {
                     score: scores[&bucket][code],
                     tie: (BUCKETS - bucket) * self.codebook.len() + code,
@@ -173,7 +173,7 @@ impl Model for NaiveA2ats {
         let mut arrays = vec![Array::held(2 * m * d, 4 * m.next_multiple_of(32) * d + 8 * d * d)];
         let mut buckets: BTreeMap<usize, Vec<usize>> = BTreeMap::new();
         for position in step.candidates.clone() {
-            let (bucket, _) = self.distances.of(step.t - position);
+            let (bucket, _) = self.distances.bucket(step.t - position);
             buckets.entry(bucket).or_default().push(position);
         }
         let chosen = step.chosen();

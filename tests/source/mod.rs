@@ -32,14 +32,14 @@ impl Tree {
     pub fn read(root: &Path) -> Self {
         let mut texts = BTreeMap::new();
         read_folder(&root.join("src"), "", &mut texts);
-        Self::of(&texts)
+        Self::from_texts(&texts)
     }
 
     /// The tree of these texts, by their path below `src`.
-    pub fn of(texts: &BTreeMap<String, String>) -> Self {
+    pub fn from_texts(texts: &BTreeMap<String, String>) -> Self {
         let mut parsed: BTreeMap<&String, (Module, Source)> = texts
             .iter()
-            .map(|(path, text)| (path, (module_of(path), Source::of(text))))
+            .map(|(path, text)| (path, (module_of(path), Source::parse(text))))
             .collect();
         let tests: Vec<Module> = parsed
             .values()
@@ -130,7 +130,7 @@ struct Source {
 }
 
 impl Source {
-    fn of(text: &str) -> Self {
+    fn parse(text: &str) -> Self {
         let all = tokens(text);
         let (mut kept, mut test_modules, mut lines) = (Vec::new(), Vec::new(), text.lines().count());
         let mut at = 0;

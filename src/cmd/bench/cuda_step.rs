@@ -113,7 +113,7 @@ impl<'d> CudaSteps<'d> {
     pub fn run(&mut self) -> Result<f64> {
         if self.recording.is_none() {
             let record = || (0..self.steps).try_for_each(|step| self.step(step));
-            self.recording = Recording::of(self.driver, record)?;
+            self.recording = Recording::record(self.driver, record)?;
         }
         let all = self.driver.timed(&mut || match &self.recording {
             Some(recording) => recording.replay(),

@@ -79,7 +79,7 @@ pub(super) fn run(args: &ModelArgs, global: &Global) -> Result<()> {
             let decoder = random::decoder(config)?.rounded(quant)?;
             let layers =
                 (0..decoder.config.n_layers()).map(|i| random::layer(&decoder.config, i)?.rounded(quant));
-            let forward = CpuForward::of(&decoder, layers.collect::<Result<_>>()?);
+            let forward = CpuForward::with_layers(&decoder, layers.collect::<Result<_>>()?);
             timing.all(&name, &forward)
         }),
     };

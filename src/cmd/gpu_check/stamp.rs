@@ -37,7 +37,7 @@ impl Stamp {
     }
 
     /// Reads the stamp of a GPU; `None` if it has not passed with this driver and this program.
-    pub fn of(found: &Found) -> Option<Self> {
+    pub fn read(found: &Found) -> Option<Self> {
         let text = std::fs::read(path(found).ok()?).ok()?;
         let stamp: Self = serde_json::from_slice(&text).ok()?;
         let expected = Self::new(found, stamp.adapter.clone());
@@ -46,7 +46,7 @@ impl Stamp {
 
     /// Tells whether an open GPU has passed, with what multiplies on it now if it was opened for products.
     pub fn has_passed(gpu: &dyn Driver) -> bool {
-        let stamp = Found::first().ok().and_then(|found| Self::of(&found));
+        let stamp = Found::first().ok().and_then(|found| Self::read(&found));
         stamp.is_some_and(|stamp| gpu.products().is_none() || stamp.adapter == gpu.described())
     }
 

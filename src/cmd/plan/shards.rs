@@ -111,7 +111,7 @@ impl ShardPlan {
     ///
     /// # Errors
     /// More shards than the text has blocks.
-    pub fn of(flags: &ShardFlags, job: &Job) -> Result<Option<Self>> {
+    pub fn from_flags(flags: &ShardFlags, job: &Job) -> Result<Option<Self>> {
         let plan = |count: usize| Self::with(flags, job, count);
         match flags.shards {
             None => Ok(None),

@@ -146,7 +146,7 @@ struct Times {
 }
 
 impl Times {
-    fn of(replies: &[Reply]) -> Self {
+    fn from_replies(replies: &[Reply]) -> Self {
         let decode_s: f64 = replies.iter().fold(0.0, |sum, r| sum + r.decode_s);
         // The first token of a reply comes from the prefill, and each further token from a decode step.
         let steps: usize = replies.iter().map(|r| r.ids.len().saturating_sub(1)).sum();
@@ -170,7 +170,11 @@ impl<'a, 'd> Conversation<'a, 'd> {
 
     /// Notes the times of all turns and how much they read, one fact per line.
     pub fn note(&self) -> Result<()> {
-        let (session, times, log) = (&self.session, Times::of(&self.replies), self.global.log());
+        let (session, times, log) = (
+            &self.session,
+            Times::from_replies(&self.replies),
+            self.global.log(),
+        );
         let method = self.setting.name();
         if self.replies.is_empty() {
             log.note(&format!("{method}: no reply yet"));
@@ -213,7 +217,7 @@ impl<'a, 'd> Conversation<'a, 'd> {
 
     /// Describes the run for a comparison with others.
     pub fn compared(&self) -> Result<Value> {
-        let times = Times::of(&self.replies);
+        let times = Times::from_replies(&self.replies);
         let reply = self.replies.last();
         Ok(json!({
             "method": self.setting.name(),
@@ -241,7 +245,7 @@ impl<'a, 'd> Conversation<'a, 'd> {
             setting,
             ..
         } = self;
-        let (shares, times) = (session.shares()?, Times::of(replies));
+        let (shares, times) = (session.shares()?, Times::from_replies(replies));
         let ids: Vec<u32> = replies.iter().flat_map(|r| r.ids.iter().copied()).collect();
         let texts: Vec<&str> = replies.iter().map(|r| r.text.as_str()).collect();
         let mut result = json!({

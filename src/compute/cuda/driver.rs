@@ -224,7 +224,7 @@ impl<'d> Recording<'d> {
     ///
     /// # Errors
     /// Any error of `launches`; the recording fails.
-    pub fn of(driver: &'d dyn Driver, launches: impl FnOnce() -> Result<()>) -> Result<Option<Self>> {
+    pub fn record(driver: &'d dyn Driver, launches: impl FnOnce() -> Result<()>) -> Result<Option<Self>> {
         let noted = driver.record()?;
         let result = launches();
         if !noted {

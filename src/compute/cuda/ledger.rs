@@ -32,7 +32,7 @@ impl Needs {
         self.weights + self.caches + self.indexes + self.workspaces
     }
 
-    fn of(&mut self, purpose: Purpose) -> &mut u64 {
+    fn bytes_mut(&mut self, purpose: Purpose) -> &mut u64 {
         match purpose {
             Purpose::Weights => &mut self.weights,
             Purpose::Caches => &mut self.caches,
@@ -113,7 +113,7 @@ impl Driver for Ledger<'_> {
         let (address, purpose, bytes) = (book.next, book.purpose, taken(bytes));
         book.next += bytes;
         book.live.insert(address, (purpose, bytes));
-        *book.now.of(purpose) += bytes;
+        *book.now.bytes_mut(purpose) += bytes;
         if book.now.total() > book.most.total() {
             book.most = book.now;
         }
@@ -131,7 +131,7 @@ impl Driver for Ledger<'_> {
     fn free(&self, address: Address) {
         let mut book = self.book();
         if let Some((purpose, bytes)) = book.live.remove(&address) {
-            *book.now.of(purpose) -= bytes;
+            *book.now.bytes_mut(purpose) -= bytes;
         }
     }
 

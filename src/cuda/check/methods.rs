@@ -156,7 +156,9 @@ fn a2ats(d: usize, size: usize, copies: usize) -> Result<Box<dyn Method>> {
         )?))
     };
     let heads: Vec<_> = (0..HEADS[0]).map(head).collect::<Result<_>>()?;
-    Ok(a2ats::with_codebooks(a2ats::Codebooks::of(HEADS[0], heads)))
+    Ok(a2ats::with_codebooks(a2ats::Codebooks::from_heads(
+        HEADS[0], heads,
+    )))
 }
 
 /// Makes random quantisers with this many groups per stage and words; with `path`, of keys around the path of a mean.

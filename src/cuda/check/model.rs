@@ -155,7 +155,7 @@ fn write_weights(path: &Path, config: &Value, kind: Float) -> Result<()> {
     let tensors = tensors(config);
     let specs: Vec<Spec> = tensors
         .iter()
-        .map(|(name, shape)| Spec::of(name, dtype, shape))
+        .map(|(name, shape)| Spec::with_dtype(name, dtype, shape))
         .collect();
     let writer = Writer::new(Output::create(path)?, &specs, None)?;
     let mut rng = rng(11);

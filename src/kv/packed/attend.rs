@@ -23,9 +23,9 @@ pub(super) fn in_groups(d: usize) -> bool {
 /// `q . c + (q alpha) . x`: the queries are scaled once, instead of every key.
 pub(super) fn scores(rows: &SignRows, queries: &GroupQueries, run: &Run, out: &mut [f32], stride: usize) {
     if rows.layout.signed {
-        scores_of(Keys::<true>::of(rows), queries, run, out, stride)
+        scores_of(Keys::<true>::new(rows), queries, run, out, stride)
     } else {
-        scores_of(Keys::<false>::of(rows), queries, run, out, stride)
+        scores_of(Keys::<false>::new(rows), queries, run, out, stride)
     }
 }
 
@@ -59,7 +59,7 @@ pub(super) fn add(rows: &ValueRows, weights: &[f32], stride: usize, run: &Run, s
         if is_full {
             attention::widened_add(rows, weights, stride, &run, sums)
         } else {
-            attention::add(weights, stride, Values::of(rows), &run, sums)
+            attention::add(weights, stride, Values::new(rows), &run, sums)
         }
     }
 }
@@ -101,7 +101,7 @@ pub(super) struct Keys<'a, const SIGNED: bool> {
 }
 
 impl<'a, const SIGNED: bool> Keys<'a, SIGNED> {
-    pub fn of(rows: &'a SignRows) -> Self {
+    pub fn new(rows: &'a SignRows) -> Self {
         let width = sign_bytes(rows.d);
         Self { rows, width }
     }
@@ -175,7 +175,7 @@ impl<'a, const SIGNED: bool> ChunkedRows for Keys<'a, SIGNED> {
 pub(super) struct Values<'a>(&'a TwoBit);
 
 impl<'a> Values<'a> {
-    pub fn of(rows: &'a ValueRows) -> Self {
+    pub fn new(rows: &'a ValueRows) -> Self {
         Self(&rows.values)
     }
 }

@@ -93,7 +93,7 @@ fn on_every_instruction_set(
         let (n, run) = (positions.len(), Run::new(&positions, positions.len()));
         let r = weights.len() / n;
         let mut scores = vec![0.0; weights.len()];
-        let keys = attend::Keys::<true>::of(&packed.keys);
+        let keys = attend::Keys::<true>::new(&packed.keys);
         scores_of::<S, _, ROWS, ROWS, ROWS>(simd, &keys.scaled(queries), keys, &run, &mut scores, n);
         let mut values = vec![[0.5; LANES]; sums];
         let mut of = OutputSums {
@@ -104,7 +104,7 @@ fn on_every_instruction_set(
             simd,
             weights,
             n,
-            attend::Values::of(&packed.values),
+            attend::Values::new(&packed.values),
             &run,
             &mut of,
         );

@@ -84,7 +84,7 @@ impl Codebooks {
         let head = |i: usize| {
             let own = |x: &Array3<f32>| x.index_axis(Axis(0), i).to_owned();
             let mean = mean.row(i).to_owned();
-            let rotation = rotations.of(i / artifact.sizes.n_kv_heads).clone();
+            let rotation = rotations.layer(i / artifact.sizes.n_kv_heads).clone();
             let head = HeadCodebook::with_rotation(own(&codebook), mean, own(&chol), rotation)?;
             Ok(Arc::new(head))
         };
@@ -96,7 +96,7 @@ impl Codebooks {
     }
 
     /// Joins the codebooks of the heads, those of the first layer first.
-    pub fn of(n_kv_heads: usize, heads: Vec<Arc<HeadCodebook>>) -> Self {
+    pub fn from_heads(n_kv_heads: usize, heads: Vec<Arc<HeadCodebook>>) -> Self {
         Self { n_kv_heads, heads }
     }
 

@@ -64,7 +64,7 @@ impl<'d> Codebooks<'d> {
             codebook.extend(row.iter().map(|v| f16::from_f32(*v)));
             codebook.resize(codebook.len().next_multiple_of(width(d)), f16::ZERO);
         }
-        let norms = Norms::of(&codebook, size, width(d));
+        let norms = Norms::new(&codebook, size, width(d));
         let joined = |of: fn(&HeadConstants) -> Vec<f32>| heads.iter().flat_map(of).collect::<Vec<f32>>();
         let query_maps = joined(|head| head.query_map.iter().copied().collect());
         let factors = joined(|head| head.key_map.t().iter().copied().collect());

@@ -77,7 +77,7 @@ pub(super) fn choose_listed(
 /// Returns the quotas within a bound; if not even k = 1 fits the budget, returns the budget as the error.
 fn quotas(scores: ArrayView2<f32>, counts: &[u32], bound: Bound) -> Result<Quotas, usize> {
     match bound {
-        Bound::PerQueryHead(k) => Ok(Quotas::of(&ranks(scores, counts, k), counts, k)),
+        Bound::PerQueryHead(k) => Ok(Quotas::for_k(&ranks(scores, counts, k), counts, k)),
         Bound::Union(budget) => Quotas::within(scores, counts, budget).ok_or(budget),
     }
 }
@@ -117,11 +117,11 @@ impl Quotas {
                 too_many = k;
             }
         }
-        (fits > 0).then(|| Self::of(&ranks, counts, fits))
+        (fits > 0).then(|| Self::for_k(&ranks, counts, fits))
     }
 
     /// Returns the quotas for k, given the codewords and their rho.
-    fn of(ranks: &[(usize, u64)], counts: &[u32], k: u64) -> Self {
+    fn for_k(ranks: &[(usize, u64)], counts: &[u32], k: u64) -> Self {
         let mut take = vec![0; counts.len()];
         for (c, rho) in ranks {
             take[*c] = taken(*rho, counts[*c], k) as u32;

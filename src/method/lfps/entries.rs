@@ -117,7 +117,7 @@ impl Entries<'_> {
             sum * factor / n
         });
         let all = || self.population.clone().map(|i| self.at(i)).collect::<Vec<f64>>();
-        TableStats::of_powers(means).unwrap_or_else(|| TableStats::of(&all()))
+        TableStats::of_powers(means).unwrap_or_else(|| TableStats::from_values(&all()))
     }
 }
 
@@ -190,7 +190,7 @@ mod tests {
             table.decay(0.3);
             let all: Vec<f64> = (7..4000).map(|i| table.get(i)).collect();
             let (expected, shape) = (
-                TableStats::of(&all),
+                TableStats::from_values(&all),
                 table.entries(50..60, 7..4000, false).shape(),
             );
             for (x, y) in parts(&shape).into_iter().zip(parts(&expected)) {

@@ -49,7 +49,7 @@ pub(super) struct TableStats {
 
 impl TableStats {
     /// Computes the statistics of values in two passes.
-    pub(super) fn of(values: &[f64]) -> Self {
+    pub(super) fn from_values(values: &[f64]) -> Self {
         let n = values.len().max(1) as f64;
         let mean = values.iter().sum::<f64>() / n;
         let (mut m2, mut m4) = (0.0, 0.0);

@@ -96,7 +96,7 @@ impl LayerRun {
             if heads.len().saturating_add(run.repeat) > MOST_HEADS {
                 return Err(too_many("KV heads"));
             }
-            let head = HeadPlan::of(run);
+            let head = HeadPlan::from_run(run);
             head.check().map_err(|e| e.context(place))?;
             heads.extend(std::iter::repeat_n(head, run.repeat));
         }
@@ -155,7 +155,7 @@ impl Plan {
 }
 
 impl HeadPlan {
-    fn of(run: &HeadRun) -> Self {
+    fn from_run(run: &HeadRun) -> Self {
         Self {
             method: run.method,
             params: run.params.clone(),

@@ -76,7 +76,7 @@ impl PatternScores {
     ///
     /// # Numerics
     /// f32, summed byte by byte in order.
-    fn of(&self, row: &[u8]) -> f32 {
+    fn score(&self, row: &[u8]) -> f32 {
         let cells = row.iter().zip(self.bytes.chunks_exact(BYTES));
         cells.map(|(byte, table)| table[usize::from(*byte)]).sum()
     }
@@ -101,7 +101,7 @@ impl PatternScores {
             }
             out.extend(sums.into_iter().zip(places.iter().copied()));
         }
-        out.extend(rest.iter().map(|p| (self.of(self.row(rows, *p)), *p)));
+        out.extend(rest.iter().map(|p| (self.score(self.row(rows, *p)), *p)));
         out
     }
 
@@ -117,7 +117,7 @@ impl PatternScores {
         let most = budget / PER_FULL;
         let mut fixed = full;
         if fixed.len() > most {
-            let scored = fixed.into_iter().map(|p| (self.of(self.row(rows, p)), p));
+            let scored = fixed.into_iter().map(|p| (self.score(self.row(rows, p)), p));
             fixed = best_positions(scored.collect(), most);
         }
         let need = budget - fixed.len();
@@ -139,7 +139,7 @@ impl PatternScores {
     /// Chooses the best `need` rows that are not in `fixed` (ascending), by the exact scores of all rows.
     fn plain(&self, rows: &[u8], fixed: &[u32], need: usize) -> Vec<u32> {
         let places = rows.chunks_exact(self.width()).zip(0..);
-        let mut scored: Vec<(f32, u32)> = places.map(|(row, p)| (self.of(row), p)).collect();
+        let mut scored: Vec<(f32, u32)> = places.map(|(row, p)| (self.score(row), p)).collect();
         let mut fixed = fixed.iter().copied().peekable();
         scored.retain(|(_, p)| fixed.next_if_eq(p).is_none());
         best_positions(scored, need)
@@ -152,7 +152,7 @@ impl PatternScores {
         if n < LEAST {
             return None;
         }
-        let rounded = Rounded::of(&self.groups)?;
+        let rounded = Rounded::from_groups(&self.groups)?;
         let limit = rounded.likely_limit(rows, self.width(), need + fixed.len());
         let mut kept = rounded.at_least(rows, self.width(), limit, fixed);
         let mut last = last_sum(&kept, need);

@@ -52,7 +52,7 @@ impl CudaMethod for cpu::Streaming {
     fn indexes<'d>(&self, at: OnDevice<'d>, layers: &[ServedLayer]) -> Result<Indexes<'d>> {
         let mut shared = ByWindow::new();
         each_served(layers, |ServedLayer { limits, .. }| {
-            shared.of(limits, || Streaming::new(at.driver, at.shape, limits))
+            shared.get_or_make(limits, || Streaming::new(at.driver, at.shape, limits))
         })
     }
 }

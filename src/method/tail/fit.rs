@@ -110,7 +110,7 @@ impl TailFit {
         let (keys, values) = (elements(&keys), elements(&values));
         let (window, seed) = (states.window, head_seed(self.seed, states.layer, kv_head));
         let of_row = |(i, row): (usize, &usize)| {
-            let block = self.sample.blocks.of(*row);
+            let block = self.sample.blocks.containing(*row);
             let rows = block.start * d..(row + 1) * d;
             let row = Row {
                 set: StaticSet::at(row - block.start, window, SINKS, WINDOW),

@@ -148,7 +148,7 @@ impl CudaMethod for cpu::TopK {
     fn indexes<'d>(&self, at: OnDevice<'d>, layers: &[ServedLayer]) -> Result<Indexes<'d>> {
         let mut shared = ByWindow::new();
         each_served(layers, |ServedLayer { limits, .. }| {
-            shared.of(limits, || TopK::new(at.driver, at.shape, limits))
+            shared.get_or_make(limits, || TopK::new(at.driver, at.shape, limits))
         })
     }
 }

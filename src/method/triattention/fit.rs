@@ -63,7 +63,7 @@ impl Fit for TriAttentionFit {
                 keys: self.rows.len(),
             };
             for query_head in kv_head * r..(kv_head + 1) * r {
-                let means = Sums::of(&(states.queries)(query_head)?).means(self.rows.len());
+                let means = Sums::from_queries(&(states.queries)(query_head)?).means(self.rows.len());
                 if means
                     .iter()
                     .any(|[re, im, abs]| !(re.hypot(*im) + abs).is_finite())
@@ -100,7 +100,7 @@ struct Sums(Vec<[f64; 3]>);
 
 impl Sums {
     /// Sums queries, `[n,d]`.
-    fn of(queries: &Array2<f32>) -> Self {
+    fn from_queries(queries: &Array2<f32>) -> Self {
         let half = queries.ncols() / 2;
         let chunks = queries.axis_chunks_iter(Axis(0), CHUNK).into_par_iter();
         let parts = chunks.map(|queries| {

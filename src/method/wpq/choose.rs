@@ -69,7 +69,9 @@ pub(super) fn choose(
     team::for_each(each.collect(), |(i, (chunk, codes))| {
         chunk.first_stage(words, i, codes, width);
     });
-    let of_fixed = fixed.outer_iter().map(|scores| Powers::of(&mut scores.to_vec()));
+    let of_fixed = fixed
+        .outer_iter()
+        .map(|scores| Powers::from_scores(&mut scores.to_vec()));
     let mut all: Vec<Powers> = of_fixed.collect();
     chunks.iter().for_each(|chunk| add_each(&mut all, &chunk.first));
     mass.resize(n, 0.0);
@@ -265,7 +267,7 @@ struct Powers {
 
 impl Powers {
     /// Sums the powers of scores, and replaces each by `2^(score - shift)`.
-    fn of(scores: &mut [f32]) -> Self {
+    fn from_scores(scores: &mut [f32]) -> Self {
         let highest = simd::max(scores);
         Self::below(scores, highest)
     }

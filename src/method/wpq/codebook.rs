@@ -140,7 +140,7 @@ impl HeadCodebooks {
     }
 
     /// Returns the quantiser of a head.
-    pub fn of(&self, layer: usize, kv_head: usize) -> &Arc<HeadCodebook> {
+    pub fn head(&self, layer: usize, kv_head: usize) -> &Arc<HeadCodebook> {
         &self.heads[layer * self.n_kv_heads + kv_head]
     }
 }

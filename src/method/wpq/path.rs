@@ -38,7 +38,7 @@ impl MeanPath {
         let waves = ropes.map(|rope| Arc::new(Waves::new(rope)));
         let path = |(i, mean): (usize, ArrayView1<f32>)| {
             let layer = i / g;
-            Self::with(mean.to_owned(), ropes.of(layer), waves.of(layer))
+            Self::with(mean.to_owned(), ropes.layer(layer), waves.layer(layer))
         };
         means.rows().into_iter().enumerate().map(path).collect()
     }

@@ -45,7 +45,7 @@ impl WordTable {
     /// Makes a table from the scores of m groups, `[m,words]`.
     pub fn new(scores: Vec<f32>, words: usize) -> Self {
         match words {
-            PATTERNS => Self::Rounded(Rounded::of(scores.as_chunks().0)),
+            PATTERNS => Self::Rounded(Rounded::from_groups(scores.as_chunks().0)),
             _ => Self::Exact(scores),
         }
     }
@@ -83,7 +83,7 @@ impl Rounded {
     ///
     /// # Numerics
     /// An entry is off by at most half a step. If a score is not finite, the estimated scores are meaningless.
-    fn of(groups: &[[f32; PATTERNS]]) -> Self {
+    fn from_groups(groups: &[[f32; PATTERNS]]) -> Self {
         let mut tables = vec![[0; PATTERNS]; groups.len()];
         let (least, step) = round(groups, &mut tables);
         let tables = signs::Tables::new(&tables);

@@ -208,7 +208,7 @@ impl Layerwise<'_> {
                     .as_ref()
                     .map(|own| layer.project(own.view()))
                     .transpose()?;
-                let table = ropes.of(index).table(0..run.passage.ids.len());
+                let table = ropes.layer(index).table(0..run.passage.ids.len());
                 let input = LayerInput {
                     of: self,
                     index,

@@ -134,7 +134,7 @@ pub struct Losses {
 
 impl Losses {
     /// Computes the losses of some steps; without steps, the perplexity ratio is 1 and everything else 0.
-    fn of<'a>(steps: impl Iterator<Item = &'a StepLoss> + Clone) -> Self {
+    fn from_steps<'a>(steps: impl Iterator<Item = &'a StepLoss> + Clone) -> Self {
         let mut kl: Vec<f64> = steps.clone().map(|step| step.kl).collect();
         let mean = |values: &mut dyn Iterator<Item = f64>| {
             let mut mean = Mean::default();
@@ -235,7 +235,7 @@ impl VariantReport {
         turns.for_each(|turn| choices += *turn);
         StepMetrics {
             choices,
-            losses: Losses::of(blocks.iter().flat_map(|block| &self.losses[*block])),
+            losses: Losses::from_steps(blocks.iter().flat_map(|block| &self.losses[*block])),
         }
     }
 
@@ -261,7 +261,7 @@ impl VariantReport {
             let blocks = self.choices.iter().filter_map(|block| block.get(turn));
             blocks.for_each(|block| choices += *block);
             let steps = self.losses.iter().flatten();
-            let losses = Losses::of(steps.filter(|step| step.turn == turn));
+            let losses = Losses::from_steps(steps.filter(|step| step.turn == turn));
             StepMetrics { choices, losses }
         };
         (0..turns).map(of).collect()
@@ -279,7 +279,7 @@ impl VariantReport {
                 first,
                 last,
                 steps: steps.clone().count(),
-                losses: Losses::of(steps),
+                losses: Losses::from_steps(steps),
             });
             first = last + 1;
         }

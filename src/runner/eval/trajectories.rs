@@ -228,7 +228,7 @@ impl HeadTrajectories {
 
     /// Runs one step of KV head `c` along every trajectory; writes the attention's output, `[trajectories,r,d]`.
     pub fn step(&mut self, input: &StepInput, c: usize, mut out: ndarray::ArrayViewMut3<f32>) -> HeadStep {
-        let token = Token::of(input.rows, c, input.group, 0);
+        let token = Token::from_rows(input.rows, c, input.group, 0);
         token.cache(&mut self.exact);
         if let Some(stored) = &mut self.stored {
             token.cache(stored);
@@ -257,7 +257,7 @@ impl HeadTrajectories {
         let (_, mut outputs) = out.view_mut().split_at(Axis(0), 1);
         let own = self.own.par_iter_mut().zip(outputs.axis_iter_mut(Axis(0)));
         let chosen = own.enumerate().map(|(v, (head, output))| {
-            let token = Token::of(input.rows, c, input.group, v + 1);
+            let token = Token::from_rows(input.rows, c, input.group, v + 1);
             head.step(&token, input.step, input.set, input.options.granule, output)
         });
         let chosen = chosen.collect();

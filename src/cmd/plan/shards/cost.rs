@@ -80,9 +80,9 @@ pub struct Phase {
 }
 
 impl Phase {
-    fn of(tasks: &[Task]) -> Self {
+    fn from_tasks(tasks: &[Task]) -> Self {
         let [first, others @ ..] = tasks else {
-            return Self::of(&[Task::default()]);
+            return Self::from_tasks(&[Task::default()]);
         };
         Self {
             tasks: tasks.len(),
@@ -129,7 +129,7 @@ impl Job<'_> {
     /// Returns the costs of the token shards.
     pub fn tokens(&self, shards: &[Range<usize>]) -> Phase {
         let tasks: Vec<Task> = shards.iter().map(|blocks| self.token_shard(blocks)).collect();
-        Phase::of(&tasks)
+        Phase::from_tasks(&tasks)
     }
 
     fn rows(&self, blocks: &Range<usize>) -> usize {
@@ -180,7 +180,7 @@ impl Job<'_> {
             .iter()
             .map(|range| self.layer_range(range.len(), memory))
             .collect();
-        Phase::of(&tasks)
+        Phase::from_tasks(&tasks)
     }
 
     fn layer_range(&self, layers: usize, memory: usize) -> Task {
@@ -285,7 +285,7 @@ impl Job<'_> {
                 .zip(task.compute)
                 .map(|(times, packing)| packing + verdict(times) + times.digest_seconds(packed + judged));
         }
-        Phase::of(&[task])
+        Phase::from_tasks(&[task])
     }
 
     /// Returns the tokens of the largest of some shards.

@@ -84,7 +84,7 @@ impl Products {
         for file in places.files(newest) {
             let is_path = file.is_absolute();
             match library::load(&file) {
-                Ok(library) => match Self::of(library, newest) {
+                Ok(library) => match Self::with_library(library, newest) {
                     Ok(products) => {
                         tell(&format!(
                             "device: cuBLAS {}, {}",
@@ -104,7 +104,7 @@ impl Products {
     }
 
     /// Opens a loaded library.
-    fn of(library: &'static Library, newest: i32) -> std::result::Result<Self, String> {
+    fn with_library(library: &'static Library, newest: i32) -> std::result::Result<Self, String> {
         let text = |e: libloading::Error| e.to_string();
         // SAFETY: the functions have these signatures in all versions that `property` lets through.
         let (property, create, destroy, gemm) = unsafe {

@@ -119,7 +119,7 @@ impl Recordings {
     pub fn end(&mut self, context: CUcontext) -> Result<u64> {
         let launches = self.noting.remove(&thread::current().id());
         let launches = launches.ok_or_else(|| Error::internal("CUDA: no launches were recorded"))?;
-        let graph = Graph::of(launches, context, self.kernels_wait && version() >= OVERLAPPING)?;
+        let graph = Graph::new(launches, context, self.kernels_wait && version() >= OVERLAPPING)?;
         self.next += 1;
         self.graphs.insert(self.next, graph);
         Ok(self.next)
@@ -129,7 +129,7 @@ impl Recordings {
     pub fn replay(&self, number: u64) -> Result<()> {
         let graph = self.graphs.get(&number);
         let graph = graph.ok_or_else(|| Error::internal(format!("CUDA: no recording {number}")))?;
-        // SAFETY: made in `Graph::of` and not destroyed before it leaves the map.
+        // SAFETY: made in `Graph::new` and not destroyed before it leaves the map.
         unsafe { result::graph::launch(graph.started, ptr::null_mut()) }
             .map_err(|e| failed("recorded launches did not start", e))
     }
@@ -172,7 +172,7 @@ fn overlap(graph: CUgraph, before: CUgraphNode, node: CUgraphNode) -> Result<()>
 impl Graph {
     /// Makes a graph of launches: one that may run beside the launch before it depends on what that one depends on, any
     /// other on all launches since then. In a plain chain, a launch may take its places early if `overlaps`.
-    fn of(launches: Vec<Noted>, context: CUcontext, overlaps: bool) -> Result<Self> {
+    fn new(launches: Vec<Noted>, context: CUcontext, overlaps: bool) -> Result<Self> {
         let sides: Vec<bool> = launches.iter().map(|launch| launch.beside).collect();
         let next_is_beside = |i: usize| sides.get(i + 1) == Some(&true);
         let mut graph = ptr::null_mut();

@@ -198,7 +198,7 @@ pub(crate) struct Norms {
 }
 
 impl Norms {
-    pub fn of(codebook: &[f16], size: usize, w: usize) -> Self {
+    pub fn new(codebook: &[f16], size: usize, w: usize) -> Self {
         let (mut halves, mut biases, mut bounds) = (Vec::new(), Vec::new(), Vec::new());
         for head in codebook.chunks(size * w) {
             let squares = |c: &[f16]| c.iter().map(|v| v.to_f64() * v.to_f64()).sum::<f64>();

@@ -25,7 +25,7 @@ impl CudaMethod for CtkvrParams {
     fn indexes<'d>(&self, at: OnDevice<'d>, layers: &[ServedLayer]) -> Result<Indexes<'d>> {
         let (mut shared, lists) = (ByWindow::new(), SharedPrompt::default());
         each_served(layers, |ServedLayer { limits, .. }| {
-            let space = shared.of(limits, || CtkvrWorkspace::new(at, limits, self))?;
+            let space = shared.get_or_make(limits, || CtkvrWorkspace::new(at, limits, self))?;
             Ok(QueryIndex {
                 ring: Ctkvr::new(at.driver, at.shape, limits, space)?,
                 lists: lists.clone(),

@@ -39,7 +39,7 @@ impl CudaMethod for LfpsMethod {
         let mut shared = ByWindow::new();
         each_served(layers, |of| {
             let limits = &of.limits;
-            let space = shared.of(limits, || LfpsWorkspace::new(at.driver, at.shape, limits))?;
+            let space = shared.get_or_make(limits, || LfpsWorkspace::new(at.driver, at.shape, limits))?;
             let head = |kv_head: &usize| self.head(&at.place(of.layer, *kv_head, limits));
             Ok(TableIndex {
                 lfps: Lfps::new(at.driver, at.shape, limits, &self.params, space)?,

@@ -48,7 +48,7 @@ pub(super) fn measure(head: &SampledHead) -> Dynamic {
         return out;
     }
     let n = anchors.len() as f64;
-    let measured = |tile: &Tile| AnchorWeights::of(head, tile).measure();
+    let measured = |tile: &Tile| AnchorWeights::new(head, tile).measure();
     let measured: Vec<Measured> = anchors.par_iter().map(measured).collect();
     let mean = |value: &dyn Fn(&Measured) -> f64| measured.iter().map(value).sum::<f64>() / n;
     let (lv, ls) = (mean(&|m| m.vertical), mean(&|m| m.slash));
@@ -60,7 +60,7 @@ pub(super) fn measure(head: &SampledHead) -> Dynamic {
     out.k_fraction = mean(&|m| m.k_fraction);
     out.persist = std::array::from_fn(|i| mean(&|m| m.persist[i]));
 
-    let caught = |tile: &Tile| AnchorWeights::of(head, tile).caught(out.lambda);
+    let caught = |tile: &Tile| AnchorWeights::new(head, tile).caught(out.lambda);
     let caught: Vec<[f64; GAMMAS.len()]> = anchors.par_iter().map(caught).collect();
     let mut best = f64::NEG_INFINITY;
     for (i, gamma) in GAMMAS.iter().enumerate() {
@@ -97,7 +97,7 @@ struct AnchorWeights {
 }
 
 impl AnchorWeights {
-    fn of(head: &SampledHead, tile: &Tile) -> Self {
+    fn new(head: &SampledHead, tile: &Tile) -> Self {
         let positions = head.positions(tile);
         let (oldest, p) = (positions[0], positions[HISTORY]);
         let span = head.non_sinks(oldest).start..p + 1;
@@ -183,7 +183,10 @@ impl AnchorWeights {
         let (vertical, slash) = (wide(vertical), wide(slash));
         let k = (self.n_visible / TOP_DIVISOR).max(MIN_TOP_K).min(weights.len());
         let best = top(weights, k);
-        let (of_vertical, of_slash) = (TableStats::of(&vertical), TableStats::of(&slash));
+        let (of_vertical, of_slash) = (
+            TableStats::from_values(&vertical),
+            TableStats::from_values(&slash),
+        );
         let weight = |i: &u32| f64::from(weights[*i as usize]);
         let all: f64 = best.iter().map(weight).sum();
         ALPHAS.map(|alpha| {

@@ -183,7 +183,7 @@ struct TileSums {
 }
 
 impl TileSums {
-    fn of(head: &SampledHead, tile: &Tile) -> Self {
+    fn new(head: &SampledHead, tile: &Tile) -> Self {
         let positions = head.positions(tile);
         let span = visible(positions[0], head.window).start..positions[positions.len() - 1] + 1;
         let mut scores = head.scores(tile, span.clone());
@@ -268,7 +268,7 @@ struct HeadFit {
 }
 
 fn fit_head(head: &SampledHead) -> Result<HeadFit> {
-    let sums_of = |tile: &Tile| TileSums::of(head, tile);
+    let sums_of = |tile: &Tile| TileSums::new(head, tile);
     let tiles: Vec<TileSums> = head.sample.tiles.par_iter().map(sums_of).collect();
     let (mut slash, mut vert) = (vec![0.0; SLASH], vec![0.0; VERT]);
     let mut rows = Vec::with_capacity(head.sample.n_rows());
@@ -349,7 +349,7 @@ mod tests {
                 sample: &sample,
                 window,
             };
-            let rows = TileSums::of(&head, &sample.tiles[0]).rows;
+            let rows = TileSums::new(&head, &sample.tiles[0]).rows;
             assert_eq!(rows.len(), 7);
             for (p, row) in (7..14).zip(rows) {
                 let least = (p + 1_usize).saturating_sub(window.unwrap_or(14));

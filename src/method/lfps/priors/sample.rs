@@ -71,11 +71,11 @@ impl Sample {
         rows.dedup();
         let at = |row: usize| rows.partition_point(|r| *r < row);
         let tile_of = |rows: &[usize]| Tile {
-            block: blocks.of(rows[0]),
+            block: blocks.containing(rows[0]),
             at: rows.iter().map(|row| at(*row)).collect(),
         };
         let tiles = chosen
-            .chunk_by(|a, b| blocks.of(*a) == blocks.of(*b))
+            .chunk_by(|a, b| blocks.containing(*a) == blocks.containing(*b))
             .flat_map(|of_block| of_block.chunks(TILE))
             .map(tile_of)
             .collect();

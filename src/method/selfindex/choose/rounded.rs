@@ -32,7 +32,7 @@ impl Rounded {
     /// entries, so it differs from the exact sum by at most `w u / (1 - w u)` times the sum of the largest magnitudes
     /// (u = 2^-24). If two sums of q differ by more than these two ranges, measured in steps, they therefore tell the
     /// order of the scores.
-    pub fn of(groups: &[[f32; PATTERNS]]) -> Option<Self> {
+    pub fn from_groups(groups: &[[f32; PATTERNS]]) -> Option<Self> {
         let wide = |table: &[f32; PATTERNS]| table.map(f64::from);
         let least = |table: &[f64; PATTERNS]| table.iter().copied().fold(f64::INFINITY, f64::min);
         let largest = |table: &[f64; PATTERNS]| table.iter().copied().fold(f64::NEG_INFINITY, f64::max);

@@ -22,7 +22,7 @@ fn scores(d: usize, r: usize, seed: u32, edit: impl Fn(&mut Vec<f32>, &mut Vec<f
 fn ranked(scores: &PatternScores, rows: &[u8], full: &[u32], budget: usize) -> Vec<u32> {
     let n = (rows.len() / scores.width()) as u32;
     let order = |a: &(f32, u32), b: &(f32, u32)| b.0.total_cmp(&a.0).then(a.1.cmp(&b.1));
-    let scored = |p: u32| (scores.of(scores.row(rows, p)), p);
+    let scored = |p: u32| (scores.score(scores.row(rows, p)), p);
     let mut first: Vec<(f32, u32)> = full.iter().map(|p| scored(*p)).collect();
     first.sort_by(order);
     first.truncate(budget / 38);
@@ -109,10 +109,10 @@ fn a_sample_that_misleads_costs_time_only() {
     let scores = scores(128, 4, 11, |_, _| ());
     let rows = bytes(n * scores.width(), 12);
     let mut order: Vec<&[u8]> = rows.chunks(scores.width()).collect();
-    order.sort_by(|a, b| scores.of(a).total_cmp(&scores.of(b)));
+    order.sort_by(|a, b| scores.score(a).total_cmp(&scores.score(b)));
     check(&scores, &order.concat(), true);
     order.reverse();
-    let rounded = Rounded::of(&scores.groups).unwrap();
+    let rounded = Rounded::from_groups(&scores.groups).unwrap();
     let rows = order.concat();
     let limit = rounded.likely_limit(&rows, scores.width(), n / 16);
     let kept = rounded.at_least(&rows, scores.width(), limit, &[]);
@@ -130,11 +130,11 @@ fn sums_that_differ_by_more_than_the_gap_tell_the_order() {
                 .for_each(|(i, q)| *q *= 1.0 + (i % 7) as f32);
         });
         let rows = bytes(3000 * scores.width(), 200 + seed);
-        let rounded = Rounded::of(&scores.groups).unwrap();
+        let rounded = Rounded::from_groups(&scores.groups).unwrap();
         let sums = rounded.at_least(&rows, scores.width(), 0, &[]);
         let mut by_sum: Vec<(u32, f32)> = sums
             .iter()
-            .map(|(p, sum)| (*sum, scores.of(scores.row(&rows, *p))))
+            .map(|(p, sum)| (*sum, scores.score(scores.row(&rows, *p))))
             .collect();
         by_sum.sort_by_key(|(sum, _)| *sum);
         // The largest score so far among sums that are lower by more than the gap.
@@ -168,7 +168,7 @@ fn the_worst_of_roundings_is_within_the_gap() {
     rows[200] = [0x33; 16];
     rows[200][0] = 0x34;
     let rows = rows.as_flattened();
-    let rounded = Rounded::of(&scores.groups).unwrap();
+    let rounded = Rounded::from_groups(&scores.groups).unwrap();
     let sums = rounded.at_least(rows, scores.width(), 1, &[]);
     assert_eq!(sums, [(100, 32 * 11), (200, 31 * 10 + 11)]);
     assert!(rounded.gap < 34, "{}", rounded.gap);

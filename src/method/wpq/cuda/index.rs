@@ -21,7 +21,7 @@ impl CudaMethod for HeadCodebooks {
     fn indexes<'d>(&self, at: OnDevice<'d>, layers: &[ServedLayer]) -> Result<Indexes<'d>> {
         let mut shared = ByWindow::new();
         each_served(layers, |of| {
-            let heads = of.heads.iter().map(|head| &**self.of(of.layer, *head));
+            let heads = of.heads.iter().map(|head| &**self.head(of.layer, *head));
             empty(at, &of.limits, &mut shared, &heads.collect::<Vec<_>>())
         })
     }
@@ -37,7 +37,7 @@ fn empty<'d>(
     let quantisers = Quantisers::new(at.driver, heads)?;
     let sizes = quantisers.sizes;
     let path = heads.first().and_then(|head| head.path());
-    let space = shared.of(limits, || {
+    let space = shared.get_or_make(limits, || {
         let space = WpqWorkspace::new(at.driver, at.shape, limits, sizes)?;
         match path {
             Some(path) => space.with_paths(path),

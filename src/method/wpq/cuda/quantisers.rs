@@ -30,7 +30,7 @@ pub struct Sizes {
 
 impl Sizes {
     /// Returns the sizes of a head's quantiser.
-    pub fn of(head: &HeadCodebook) -> Self {
+    pub fn new(head: &HeadCodebook) -> Self {
         let (words, dim) = head.words(0, 0).dim();
         Self {
             groups: head.groups(),
@@ -106,12 +106,12 @@ impl<'d> Quantisers<'d> {
     /// Sizes that differ or that the kernels do not support; out of memory.
     pub fn new(driver: &'d dyn Driver, heads: &[&HeadCodebook]) -> Result<Self> {
         let none = || Error::internal("CUDA: no product quantiser");
-        let sizes = Sizes::of(heads.first().ok_or_else(none)?);
+        let sizes = Sizes::new(heads.first().ok_or_else(none)?);
         sizes.check()?;
-        if let Some(other) = heads.iter().find(|head| Sizes::of(head) != sizes) {
+        if let Some(other) = heads.iter().find(|head| Sizes::new(head) != sizes) {
             return Err(Error::internal(format!(
                 "CUDA: product quantisers of {sizes:?} and {:?}",
-                Sizes::of(other)
+                Sizes::new(other)
             )));
         }
         let (mut words, mut norms) = (Vec::new(), Vec::new());
