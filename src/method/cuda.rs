@@ -12,7 +12,7 @@ use crate::error::{Error, Result};
 use crate::kv::cuda::attend::{Attention, LayerRows};
 use crate::kv::cuda::cache::LayerCache;
 use crate::kv::cuda::prompt::{Prompts, Queries};
-use crate::kv::cuda::{Positions, Rotated, CudaSelection, Shape};
+use crate::kv::cuda::{CudaSelection, Positions, Rotated, Shape};
 use crate::kv::{KvType, Limits, StaticSet};
 
 /// What a session requires of a method's index on the GPU.

@@ -85,7 +85,7 @@ pub(crate) fn add_rows(
     kv: KvType,
     head_dim: usize,
 ) {
-    let rows = attended(choice, set, group);
+    let rows = attended(selection, set, group);
     if kv.has_ends() {
         let (sinks, is_whole) = (set.sinks.len(), rows > set.sinks.len());
         // The array of the other rows begins behind the sinks.
@@ -93,11 +93,11 @@ pub(crate) fn add_rows(
             positions.iter().map(|p| p.saturating_sub(sinks as u32)).collect()
         };
         let chosen = if is_whole {
-            others(&choice.positions)
+            others(&selection.positions)
         } else {
             Vec::new()
         };
-        reads.rows(kv, head_dim, &chosen, &others(&choice.ranked));
+        reads.rows(kv, head_dim, &chosen, &others(&selection.ranked));
         return reads.end_rows(kv, head_dim, [sinks, if is_whole { set.window.len() } else { 0 }]);
     }
     if reads.moves_whole_rows(kv, head_dim) {
@@ -176,7 +176,7 @@ impl Counts {
             rows: rows as u64,
             // Bypassed heads attend the sinks alone.
             ends: [set.len(), rows.min(set.len())].map(|rows| rows as u64),
-            ranked_keys: choice.ranked.len() as u64,
+            ranked_keys: selection.ranked.len() as u64,
             ..Self::NONE
         };
         *self += Self {

@@ -3,7 +3,7 @@
 use kvsmith::internal::compute::attention::{self, CachedRows};
 use kvsmith::internal::kv::packed::Center;
 use kvsmith::internal::kv::{Budget, KvHead, KvType, Limits, StaticSet};
-use kvsmith::internal::method::{Selection, Place, Prompt, Retriever, Step};
+use kvsmith::internal::method::{Place, Prompt, Retriever, Selection, Step};
 use ndarray::{Array2, Array3, ArrayView2, Axis};
 use rand::{Rng, SeedableRng};
 use rand_chacha::ChaCha8Rng;

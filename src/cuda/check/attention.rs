@@ -12,7 +12,7 @@ use crate::float::Float;
 use crate::kv::cuda::attend::{Attention, LayerRows};
 use crate::kv::cuda::bounds::{self, Pair, Precision};
 use crate::kv::cuda::prefill::{self, Piece};
-use crate::kv::cuda::{Positions, CudaSelection, Shape};
+use crate::kv::cuda::{CudaSelection, Positions, Shape};
 use crate::kv::packed::Center;
 use crate::kv::{Budget, KvHead, KvType, Limits, StaticSet};
 

@@ -13,7 +13,7 @@ use crate::compute::cuda::kernels;
 use crate::compute::cuda::width;
 use crate::error::{Error, Result};
 use crate::kv::Limits;
-use crate::kv::cuda::{KINDS, Positions, CudaSelection, Shape};
+use crate::kv::cuda::{CudaSelection, KINDS, Positions, Shape};
 use encode::Norms;
 pub(super) use index::random;
 

@@ -15,7 +15,7 @@ use crate::compute::cuda::kernels;
 use crate::error::{Error, Result};
 use crate::kv::Limits;
 use crate::kv::cuda::attend::LayerRows;
-use crate::kv::cuda::{KINDS, Positions, SCAN, CudaSelection, Shape};
+use crate::kv::cuda::{CudaSelection, KINDS, Positions, SCAN, Shape};
 use crate::method::ctkvr::{self as cpu, CtkvrParams, FRESH};
 use crate::method::cuda::OnDevice;
 use crate::method::topk::cuda::{BestByWeight, Weighed};

@@ -11,7 +11,7 @@ use crate::compute::cuda::kernels;
 use crate::error::{Error, Result};
 use crate::kv::Limits;
 use crate::kv::cuda::attend::{Attention, LayerRows, Rest};
-use crate::kv::cuda::{Positions, SCAN, CudaSelection, Shape};
+use crate::kv::cuda::{CudaSelection, Positions, SCAN, Shape};
 use crate::method::lfps as method;
 use crate::method::lfps::{QueryHead, Threshold};
 

@@ -4,7 +4,7 @@ use super::{RandomDraws, Seed};
 use crate::compute::cuda::driver::Driver;
 use crate::error::Result;
 use crate::kv::Limits;
-use crate::kv::cuda::{Positions, CudaSelection, Shape};
+use crate::kv::cuda::{CudaSelection, Positions, Shape};
 use crate::method::cuda::{CudaIndex, CudaMethod, CudaStep, Indexes, OnDevice, ServedLayer, each_served};
 
 /// The draws of one layer: see [`crate::method::random`].

@@ -9,7 +9,7 @@ use crate::error::{Error, Result};
 use crate::kv::Limits;
 use crate::kv::cuda::best::Best;
 use crate::kv::cuda::signs::{FULL, Signs, words};
-use crate::kv::cuda::{Positions, CudaSelection, Shape};
+use crate::kv::cuda::{CudaSelection, Positions, Shape};
 pub(super) use index::random;
 
 /// The centroids of one layer, and the buffers of a step.

@@ -6,7 +6,7 @@ use crate::compute::cuda::driver::Driver;
 use crate::compute::cuda::kernels;
 use crate::error::Result;
 use crate::kv::Limits;
-use crate::kv::cuda::{Positions, CudaSelection, Shape};
+use crate::kv::cuda::{CudaSelection, Positions, Shape};
 use crate::method::cuda::{
     ByWindow, CudaIndex, CudaMethod, CudaStep, Indexes, OnDevice, ServedLayer, each_served,
 };

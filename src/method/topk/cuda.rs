@@ -10,7 +10,7 @@ use crate::error::Result;
 use crate::kv::Limits;
 use crate::kv::cuda::attend::LayerRows;
 use crate::kv::cuda::best::Best;
-use crate::kv::cuda::{Positions, CudaSelection, Shape};
+use crate::kv::cuda::{CudaSelection, Positions, Shape};
 use crate::method::cuda::{
     ByWindow, CudaIndex, CudaMethod, CudaNeeds, CudaStep, Indexes, OnDevice, ServedLayer, each_served,
 };

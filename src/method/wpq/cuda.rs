@@ -15,7 +15,7 @@ use crate::compute::cuda::kernels;
 use crate::error::Result;
 use crate::kv::Limits;
 use crate::kv::cuda::cache::LayerCache;
-use crate::kv::cuda::{Positions, SCAN, CudaSelection, Shape};
+use crate::kv::cuda::{CudaSelection, Positions, SCAN, Shape};
 pub(super) use index::random;
 pub use quantisers::{Quantisers, Sizes};
 pub use space::{RefinedKeys, WpqWorkspace};

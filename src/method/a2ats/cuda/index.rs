@@ -10,7 +10,7 @@ use super::encode::Encoder;
 use super::{A2ats, Codebooks, HeadConstants};
 use crate::compute::cuda::buffer::Buffer;
 use crate::error::Result;
-use crate::kv::cuda::{Positions, Rotated, CudaSelection};
+use crate::kv::cuda::{CudaSelection, Positions, Rotated};
 use crate::kv::{Budget, Limits, StaticSet};
 use crate::method::Reads;
 use crate::method::a2ats::A2atsMethod;

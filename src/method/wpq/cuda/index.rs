@@ -2,7 +2,7 @@
 
 use super::{Quantisers, Wpq, WpqWorkspace};
 use crate::error::{Error, Result};
-use crate::kv::cuda::{Positions, Rotated, CudaSelection};
+use crate::kv::cuda::{CudaSelection, Positions, Rotated};
 use crate::kv::{Limits, StaticSet};
 use crate::method::Reads;
 use crate::method::bench::Contents;
