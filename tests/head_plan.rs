@@ -427,7 +427,7 @@ fn an_artifact_keeps_a_plan() {
         (of.budget, "bf16")
     );
     assert_eq!((format(&judged), Plan::given(&artifact).unwrap()), (2, None));
-    let text = kvsmith(&format!("inspect {judged}")).ok().stdout;
+    let text = kvsmith(&format!("inspect {judged} -v")).ok().stdout;
     assert!(text.contains("bf16 cache (as recommended)"), "{text}");
     // A pack has no verdict, and so nothing that repeats it; another verdict takes its place.
     let repacked = scratch.make("repacked", &format!("pack {judged} --model {model}"));

@@ -214,8 +214,11 @@ fn summary(artifact: &Artifact, args: &Args, is_brief: bool) -> Result<String> {
     }
     if let Some(plan) = Plan::of_artifact(artifact)? {
         let repeats = Plan::given(artifact)?.is_none();
-        let why = if repeats { " (as recommended)" } else { "" };
-        out += &paragraph("head plan", &format!("{}{why}", plan.text()));
+        if !repeats {
+            out += &paragraph("head plan", &plan.text());
+        } else if !is_brief {
+            out += &paragraph("head plan", &format!("{} (as recommended)", plan.text()));
+        }
     }
     if is_brief {
         let sections = artifact.sections();

@@ -28,11 +28,14 @@ impl<'m> Served<'m> {
         let parts = method.parts();
         // A single part has all KV heads.
         let is_one = parts.len() == 1;
-        let part = |part: MethodPart<'m>| Self {
-            method: part.method,
-            budget: part.plan.map_or(options.limits.budget, |plan| plan.budget),
-            kv: part.plan.map_or(options.kv, |plan| plan.kv),
-            heads: Some(part.heads).filter(|_| !is_one),
+        let part = |part: MethodPart<'m>| {
+            let (budget, kv) = part.own.unwrap_or((options.limits.budget, options.kv));
+            Self {
+                method: part.method,
+                budget,
+                kv,
+                heads: Some(part.heads).filter(|_| !is_one),
+            }
         };
         let parts: Vec<Self> = parts.into_iter().map(part).collect();
         if parts.is_empty() { vec![whole] } else { parts }

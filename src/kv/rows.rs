@@ -13,7 +13,7 @@ use crate::float::Float;
 use crate::parameters::Word;
 
 #[cfg(test)]
-pub mod checks;
+pub(super) mod checks;
 
 /// What the rows of a cache are.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

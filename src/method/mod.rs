@@ -40,14 +40,13 @@ use multiversion::multiversion;
 use ndarray::{Array2, ArrayView2, ArrayView3, s};
 
 use self::cuda::CudaMethod;
-use self::plan::HeadPlan;
 pub use self::reads::{CPU_GRANULE, CUDA_GRANULE, Reads};
 use self::tail::Tail;
 use crate::compute::attention::{Partial, visible};
 use crate::compute::gemm;
 use crate::compute::layout::{elements, elements_mut};
 use crate::compute::simd;
-use crate::kv::{KvHead, KvType, Limits};
+use crate::kv::{Budget, KvHead, KvType, Limits};
 use crate::parameters::choices;
 
 /// A method prepared for all heads of a model.
@@ -65,8 +64,8 @@ pub trait Method: Send + Sync {
         &[]
     }
 
-    /// Returns the plan of a KV head, whose budget and formats then come before those of the session.
-    fn plan(&self, _layer: usize, _kv_head: usize) -> Option<&HeadPlan> {
+    /// Returns the budget and the formats of a KV head if they come before those of the session, as with a head plan.
+    fn own(&self, _layer: usize, _kv_head: usize) -> Option<(Budget, KvType)> {
         None
     }
 
@@ -106,8 +105,8 @@ impl<R: Retriever + CudaMethod + Clone + 'static> Method for Alike<R> {
 pub struct MethodPart<'m> {
     /// Their method, which has no parts.
     pub method: &'m dyn Method,
-    /// The plan of each, of which budget and formats count; `None` for what holds for the session.
-    pub plan: Option<&'m HeadPlan>,
+    /// The budget and the formats of each; `None` for those of the session.
+    pub own: Option<(Budget, KvType)>,
     /// The heads of each layer, ascending.
     pub heads: Vec<Vec<usize>>,
 }

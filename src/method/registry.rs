@@ -143,7 +143,7 @@ impl Method for FullIn {
             };
             MethodPart {
                 method,
-                plan: None,
+                own: None,
                 heads: (0..self.sizes.n_layers).map(of_layer).collect(),
             }
         };

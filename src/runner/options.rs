@@ -46,18 +46,15 @@ impl DecodeOptions {
         layer: usize,
         kv_head: usize,
     ) -> Place {
-        let plan = method.plan(layer, kv_head);
         let limits = self.limits.in_layer(config.blocks[layer].window);
+        let (budget, kv) = method.own(layer, kv_head).unwrap_or((limits.budget, self.kv));
         Place {
             layer,
             kv_head,
             group: config.group(),
             head_dim: config.head_dim,
-            limits: Limits {
-                budget: plan.map_or(limits.budget, |plan| plan.budget),
-                ..limits
-            },
-            kv: plan.map_or(self.kv, |plan| plan.kv),
+            limits: limits.with_budget(budget),
+            kv,
         }
     }
 }

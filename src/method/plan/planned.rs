@@ -7,7 +7,7 @@ use super::super::declaration::Ask;
 use super::super::named::Named;
 use super::super::tail::Tail;
 use super::super::{Method, MethodPart, Place, Retriever};
-use super::{HeadPlan, Plan, at};
+use super::{Plan, at};
 use crate::error::Result;
 use crate::kv::{Budget, KvType};
 
@@ -83,8 +83,9 @@ impl Method for Planned {
         self.methods.first().filter(|_| same)?.cuda()
     }
 
-    fn plan(&self, layer: usize, kv_head: usize) -> Option<&HeadPlan> {
-        Some(&self.plan.layers[layer][kv_head])
+    fn own(&self, layer: usize, kv_head: usize) -> Option<(Budget, KvType)> {
+        let head = &self.plan.layers[layer][kv_head];
+        Some((head.budget, head.kv))
     }
 
     /// One part, if all KV heads are served alike.
@@ -101,7 +102,7 @@ impl Method for Planned {
                 known.push(key);
                 parts.push(MethodPart {
                     method: within.map_or(self.methods[index].as_ref(), |within| own[within].method),
-                    plan: Some(head),
+                    own: Some((head.budget, head.kv)),
                     heads: vec![Vec::new(); self.plan.layers.len()],
                 });
                 parts.len() - 1

@@ -158,8 +158,8 @@ impl HeadTrajectories {
         // All variants read the same rows: in the formats of the head plan, if there is one.
         let planned = variants
             .iter()
-            .find_map(|variant| variant.method.plan(layer, kv_head));
-        let stored = planned.map_or(options.kv, |plan| plan.kv);
+            .find_map(|variant| variant.method.own(layer, kv_head));
+        let stored = planned.map_or(options.kv, |(_, kv)| kv);
         let state = |variant: &Variant| {
             let options = DecodeOptions {
                 limits: options.limits.with_budget(variant.budget),
