@@ -5,7 +5,8 @@ use crate::compute::cuda::buffer::Buffer;
 use crate::compute::cuda::driver::Driver;
 use crate::error::Result;
 use crate::float::Float;
-use crate::kv::cuda::attend::LayerRows;
+use crate::kv::cuda::float::LayerRows;
+use crate::kv::cuda::rows::CudaRows;
 use crate::kv::cuda::{Limits, Positions};
 
 /// One layer's keys and values of one sequence.

@@ -5,7 +5,9 @@ use crate::compute::cuda::driver::Driver;
 use crate::cuda::Workspace;
 use crate::error::Result;
 use crate::kv::KvHead;
-use crate::kv::cuda::attend::{Attention, LayerRows};
+use crate::kv::cuda::attend::Attention;
+use crate::kv::cuda::float::LayerRows;
+use crate::kv::cuda::rows::CudaRows;
 use crate::kv::cuda::{Limits, Positions, Shape};
 use crate::runner::DecodeOptions;
 

@@ -13,7 +13,7 @@ use crate::compute::cuda::buffer::Buffer;
 use crate::compute::cuda::driver::Driver;
 use crate::compute::cuda::kernels;
 use crate::error::{Error, Result};
-use crate::kv::cuda::attend::LayerRows;
+use crate::kv::cuda::float::LayerRows;
 use crate::kv::cuda::{KINDS, Limits, Positions, SCAN, Selection, Shape};
 use crate::method::ctkvr::{self as cpu, CtkvrParams, FRESH};
 use crate::method::cuda::OnDevice;

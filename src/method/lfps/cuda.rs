@@ -9,7 +9,8 @@ use crate::compute::cuda::buffer::Buffer;
 use crate::compute::cuda::driver::Driver;
 use crate::compute::cuda::kernels;
 use crate::error::{Error, Result};
-use crate::kv::cuda::attend::{Attention, LayerRows, Rest};
+use crate::kv::cuda::attend::{Attention, Rest};
+use crate::kv::cuda::float::LayerRows;
 use crate::kv::cuda::{Limits, Positions, SCAN, Selection, Shape};
 use crate::method::lfps as method;
 use crate::method::lfps::{QueryHead, Threshold};
@@ -392,7 +393,7 @@ impl<'d> Lfps<'d> {
             sums: self.sums.ptr(),
             sinks: self.sinks(),
         };
-        attention.join_rest(rest, rows, positions)?;
+        rows.join_rest(attention, rest, positions)?;
         let to = &space.selection;
         let (most, room) = (to.most, space.room);
         let (spans, lists, listed) = (positions.spans.ptr(), to.lists.ptr(), to.listed.ptr());

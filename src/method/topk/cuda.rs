@@ -7,8 +7,8 @@ use crate::compute::cuda::buffer::{Buffer, Ptr};
 use crate::compute::cuda::driver::Driver;
 use crate::compute::cuda::kernels;
 use crate::error::Result;
-use crate::kv::cuda::attend::LayerRows;
 use crate::kv::cuda::best::Best;
+use crate::kv::cuda::float::LayerRows;
 use crate::kv::cuda::{Limits, Positions, Selection, Shape};
 use crate::method::cuda::{
     ByWindow, CudaIndex, CudaMethod, CudaNeeds, CudaStep, Indexes, OnDevice, ServedLayer, each_served,

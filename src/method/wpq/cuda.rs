@@ -13,7 +13,7 @@ use crate::compute::cuda::driver::Driver;
 use crate::compute::cuda::fill::{Random, fill};
 use crate::compute::cuda::kernels;
 use crate::error::Result;
-use crate::kv::cuda::cache::LayerCache;
+use crate::kv::cuda::rows::CudaRows;
 use crate::kv::cuda::{Limits, Positions, SCAN, Selection, Shape};
 pub(super) use index::random;
 pub use quantisers::{Quantisers, Sizes};
@@ -101,7 +101,7 @@ impl<'d> Wpq<'d> {
     pub fn select(
         &self,
         queries: &Buffer<'_, f32>,
-        cache: &LayerCache<'_>,
+        cache: &dyn CudaRows,
         positions: &Positions<'_>,
     ) -> Result<&Selection<'d>> {
         let space = &self.space;
