@@ -10,6 +10,7 @@ mod ctkvr;
 #[path = "../backends/emulated.rs"]
 mod emulated;
 mod encode;
+mod formats;
 #[path = "../backends/gpus.rs"]
 mod gpus;
 mod held;
@@ -32,7 +33,8 @@ use gpus::Check;
 
 fn main() -> ExitCode {
     gpus::run(|| {
-        let alone: [(&str, Check); 5] = [
+        let alone: [(&str, Check); 6] = [
+            ("formats", Box::new(formats::check)),
             ("linear::together", Box::new(linear::check_together)),
             ("linear::refused", Box::new(linear::check_refused)),
             ("prefill::refused", Box::new(prefill::check_refused)),

@@ -8,7 +8,7 @@ use crate::error::{Error, Result};
 use crate::kv::KvType;
 
 /// Positions per tile.
-pub(super) const TILE: usize = 64;
+const TILE: usize = 64;
 
 /// Returns how many blocks share each KV head on a device that runs `places` blocks at a time: as many as let all
 /// blocks of the launch run at once. With one block more, that block would run alone, after all others.
@@ -26,6 +26,12 @@ pub(crate) struct Rest<'b> {
     pub sums: Ptr<'b, f64>,
     /// Number of first positions that are left out.
     pub sinks: usize,
+}
+
+/// Returns the dynamic shared memory of a block that attends in f32, in bytes.
+pub(super) fn f32_bytes(shape: &Shape) -> usize {
+    let (w, r) = (shape.width(), shape.group);
+    4 * (r * w + TILE * (w + 1) + r * TILE)
 }
 
 /// A format, and the blocks of its kernel that the device runs at the same time.

@@ -1,6 +1,6 @@
 //! Rows of a float type on the GPU, as a prompt attends them and most indexes read them.
 
-use super::attend::{Attention, Rest, TILE};
+use super::attend::{Attention, Rest, f32_bytes};
 use super::rows::{CudaFormat, CudaRows, StaticScores};
 use super::{Positions, Selection, Shape};
 use crate::compute::cuda::buffer::Buffer;
@@ -27,7 +27,7 @@ impl CudaFormat for Floats {
 
     fn kernel(&self, shape: &Shape) -> Result<(&'static Kernel, usize)> {
         match self.0 {
-            Float::F32 => Ok((kernels::AttendFloat::KERNEL, shared_bytes(shape))),
+            Float::F32 => Ok((kernels::AttendFloat::KERNEL, f32_bytes(shape))),
             float => {
                 let kernel = kernels::Attend::kernel(float, shape.width())?;
                 Ok((kernel, kernel.shared_bytes))
@@ -198,9 +198,7 @@ impl CudaRows for LayerRows<'_> {
                 };
             }
             match self.float {
-                Float::F32 => {
-                    arguments!(AttendFloat, w).launch(self.driver, at.grid, shared_bytes(&self.shape))
-                }
+                Float::F32 => arguments!(AttendFloat, w).launch(self.driver, at.grid, f32_bytes(&self.shape)),
                 float => arguments!(Attend).launch(self.driver, float, w, at.grid),
             }
         })
@@ -227,10 +225,4 @@ impl CudaRows for LayerRows<'_> {
     fn plain(&self) -> Option<&LayerRows<'_>> {
         Some(self)
     }
-}
-
-/// Returns the dynamic shared memory of an `attend_float` block, in bytes.
-fn shared_bytes(shape: &Shape) -> usize {
-    let (w, r) = (shape.width(), shape.group);
-    4 * (r * w + TILE * (w + 1) + r * TILE)
 }
