@@ -3,7 +3,7 @@
 
 use super::attend::{Attention, FormatPlaces};
 use super::rows::{CudaFormat, CudaRows};
-use super::{Shape, float, packed};
+use super::{Shape, float, int8, packed};
 use crate::compute::cuda::driver::Driver;
 use crate::error::{Error, Result};
 use crate::kv::KvType;
@@ -13,6 +13,7 @@ pub static FORMATS: &[&dyn CudaFormat] = &[
     &float::Floats::F32,
     &float::Floats::F16,
     &float::Floats::BF16,
+    &int8::Int8s,
     &packed::TwoBits,
 ];
 

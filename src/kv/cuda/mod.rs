@@ -10,6 +10,7 @@ pub(crate) mod best;
 pub mod bounds;
 pub mod float;
 pub mod format;
+pub mod int8;
 pub mod packed;
 pub mod prefill;
 pub mod prompt;
