@@ -1,77 +1,22 @@
-// `attention` of src/compute/reference.rs for one token over f32 rows, in f32 throughout; see attend.h. Keys and values
-// are `[b,g,capacity,w]`.
-#include "attend.h"
+// `attention` of src/compute/reference.rs for one token over f32 rows; see attend_f32.h. Keys and values are
+// `[b,g,capacity,w]`.
+#include "attend_f32.h"
 
-// A block attends its share of one KV head's positions. Shared memory: queries `[r,w]`, a tile of keys or values
-// `[ITEMS,w + 1]`, weights `[r,ITEMS]`. Each thread sums one channel for every query; w <= 128.
-KERNEL_SHARED(128, 1, 4 * (16 * 128 + 64 * 129 + 16 * 64), attend_float, const float* queries, const float* keys,
-       const float* values, const u32* spans, OPTIONAL const u32* lists, OPTIONAL const u32* listed, float* outs,
-       float* sums, float scale, u32 r, u32 capacity, u32 most, u32 w) {
+// The rows of one KV head.
+struct FloatRows {
+    const float *keys, *values;
+    u32 w;
+
+    DEVICE float key(u32 p, u32 c) const { return keys[(u64)p * w + c]; }
+    DEVICE float value(u32 p, u32 c) const { return values[(u64)p * w + c]; }
+};
+
+KERNEL_SHARED(128, 1, ATTEND_F32_BYTES, attend_float, const float* queries, const float* keys, const float* values,
+       const u32* spans, OPTIONAL const u32* lists, OPTIONAL const u32* listed, float* outs, float* sums, float scale,
+       u32 r, u32 capacity, u32 most, u32 w) {
     wait_for_earlier();
-    DYNAMIC_SHARED(float, q);
-    SHARED(float, tops, QUERIES);
-    SHARED(float, keeps, QUERIES);
-    SHARED(float, totals, QUERIES);
-    float* const rows = q + r * w;
-    float* const weights = rows + ITEMS * (w + 1);
-    u32 at = blockIdx.z * gridDim.y + blockIdx.y, start, end, channel = threadIdx.x;
-    Attended span = attended(spans, lists, listed, most);
-    part_of(span.total, start, end);
-    keys += (u64)at * capacity * w;
-    values += (u64)at * capacity * w;
-    for (u32 i = threadIdx.x; i < r * w; i += 128) q[i] = queries[(u64)at * r * w + i];
-    if (threadIdx.x < QUERIES) tops[threadIdx.x] = LOWEST, totals[threadIdx.x] = 0;
-    float out[QUERIES] = {};
-    for (u32 tile = start; tile < end; tile += ITEMS) {
-        u32 items = smaller(ITEMS, end - tile);
-        __syncthreads();
-        for (u32 i = threadIdx.x; i < items * w; i += 128) {
-            rows[i / w * (w + 1) + i % w] = keys[(u64)span.position(tile + i / w) * w + i % w];
-        }
-        __syncthreads();
-        for (u32 i = threadIdx.x; i < r * ITEMS; i += 128) {
-            u32 a = i / ITEMS, item = i % ITEMS;
-            float s = 0;
-            for (u32 c = 0; c < w && item < items; c++) s = fmaf(q[a * w + c], rows[item * (w + 1) + c], s);
-            weights[i] = item < items ? s * scale : minus_infinity();
-        }
-        __syncthreads();
-        for (u32 a = warp(); a < r; a += 4) {
-            float* mine = weights + a * ITEMS;
-            float most = fmaxf(mine[lane()], mine[lane() + 32]);
-            for (u32 step = 16; step > 0; step /= 2) most = fmaxf(most, __shfl_xor_sync(ALL_LANES, most, step));
-            most = fmaxf(most, tops[a]);
-            mine[lane()] = exp2f(mine[lane()] - most);
-            mine[lane() + 32] = exp2f(mine[lane() + 32] - most);
-            float sum = warp_sum(mine[lane()] + mine[lane() + 32]);
-            if (lane() == 0) {
-                keeps[a] = exp2f(tops[a] - most);
-                totals[a] = totals[a] * keeps[a] + sum;
-                tops[a] = most;
-            }
-        }
-        for (u32 i = threadIdx.x; i < items * w; i += 128) {
-            rows[i / w * (w + 1) + i % w] = values[(u64)span.position(tile + i / w) * w + i % w];
-        }
-        __syncthreads();
-        if (channel < w) {
-UNROLL
-            for (u32 a = 0; a < QUERIES; a++) {
-                if (a >= r) continue;
-                float sum = out[a] * keeps[a];
-                for (u32 i = 0; i < items; i++) sum = fmaf(weights[a * ITEMS + i], rows[i * (w + 1) + channel], sum);
-                out[a] = sum;
-            }
-        }
-    }
-    __syncthreads();
-    u64 to = ((u64)at * gridDim.x + blockIdx.x) * r;
-UNROLL
-    for (u32 a = 0; a < QUERIES; a++) {
-        if (a < r && channel < w) outs[(to + a) * w + channel] = out[a];
-    }
-    if (channel < r) {
-        sums[2 * (to + channel)] = start < end ? tops[channel] : minus_infinity();
-        sums[2 * (to + channel) + 1] = totals[channel];
-    }
+    DYNAMIC_SHARED(float, shared);
+    u64 first = (u64)(blockIdx.z * gridDim.y + blockIdx.y) * capacity * w;
+    FloatRows rows = {keys + first, values + first, w};
+    attend_f32(rows, shared, queries, spans, lists, listed, outs, sums, scale, r, most, w);
 }

@@ -9,6 +9,7 @@
 #include "decode_step.cu"
 #include "draw.cu"
 #include "encode_wpq.cu"
+#include "int8.cu"
 #include "layer.cu"
 #include "linear.cu"
 #include "means.cu"

@@ -21,7 +21,8 @@ use crate::compute::cuda::buffer::Buffer;
 use crate::compute::cuda::driver::{Purpose, Recording, allocating};
 use crate::error::{Error, Result};
 use crate::kv::cuda::attend::Attention;
-use crate::kv::cuda::cache::{LayerCache, bytes_per_position, fixed_bytes};
+use crate::kv::cuda::format;
+use crate::kv::cuda::rows::{CudaFormat, CudaRows};
 use crate::kv::cuda::{Positions, Shape};
 use crate::kv::sample::Sampler;
 use crate::kv::{Budget, KvType, Limits};
@@ -51,6 +52,7 @@ pub struct CudaBackend<'a> {
 /// What the layers, or parts of layers, of one shape, method, budget and format share.
 struct Space<'d> {
     at: OnDevice<'d>,
+    format: &'static dyn CudaFormat,
     attention: Attention<'d>,
     /// The rows of the part's KV heads in a step; absent if it has all KV heads.
     room: Option<HeadRoom<'d>>,
@@ -63,7 +65,7 @@ struct LayerPart<'d> {
     number: usize,
     /// The KV heads; `None` for all of them.
     heads: Option<HeadList<'d>>,
-    cache: LayerCache<'d>,
+    cache: Box<dyn CudaRows + 'd>,
     index: Box<dyn CudaIndex + 'd>,
     /// The counters that the host knows without asking the device.
     counts: Counts,
@@ -163,7 +165,7 @@ impl<'a> CudaBackend<'a> {
         };
         let mut backend = Self::with(body, options, sequences, context + steps, &[space])?;
         for (i, part) in backend.layers.iter().flatten().enumerate() {
-            if let LayerCache::Plain(rows) = &part.cache {
+            if let Some(rows) = part.cache.plain() {
                 rows.fill(seed + 8 * i as u32 + 4)?;
             }
         }
@@ -195,6 +197,7 @@ impl<'a> CudaBackend<'a> {
                 shape,
                 kv: of.kv,
             };
+            let format = format::find(of.kv)?;
             let own = if is_part || of.budget != options.limits.budget {
                 let limits = options.limits.with_budget(of.budget);
                 Some(Windows::new(driver, shape, limits, &config.windows())?)
@@ -215,7 +218,7 @@ impl<'a> CudaBackend<'a> {
             };
             let indexes = allocating(driver, Purpose::Indexes, || (of.make)(at, &served))?;
             for (index, served) in indexes.into_iter().zip(served) {
-                let cache = allocating(driver, Purpose::Caches, || LayerCache::new(driver, shape, of.kv))?;
+                let cache = allocating(driver, Purpose::Caches, || format.cache(driver, shape))?;
                 layers[served.layer].push(LayerPart {
                     space: spaces.len(),
                     number,
@@ -228,6 +231,7 @@ impl<'a> CudaBackend<'a> {
             }
             spaces.push(Space {
                 at,
+                format,
                 attention: Attention::new(driver, shape)?,
                 room: is_part
                     .then(|| HeadRoom::new(driver, shape, sequences))
@@ -283,7 +287,6 @@ impl<'a> CudaBackend<'a> {
             rows: ROWS.min(ids.len()),
         };
         let needs = |(number, space): (usize, &Space<'a>)| {
-            let packed = space.at.kv == KvType::TWO_BIT;
             let sizes = LayerSizes {
                 n_heads: space.at.shape.kv_heads * space.at.shape.group,
                 n_kv_heads: space.at.shape.kv_heads,
@@ -293,9 +296,9 @@ impl<'a> CudaBackend<'a> {
             let own = self.parts().filter(|part| part.space == number);
             Ok(SpaceNeeds {
                 shape: space.at.shape,
-                packed,
+                needs_room: space.format.needs_room(),
                 is_part: space.room.is_some(),
-                context: packed.then(context).transpose()?,
+                context: (!space.format.is_plain()).then(context).transpose()?,
                 indexes: own.map(|part| part.index.as_ref()).collect(),
             })
         };
@@ -326,10 +329,13 @@ impl<'a> CudaBackend<'a> {
             &mut |_, _| Ok(()),
         )?;
         for part in &mut layers[number] {
-            if let LayerCache::Packed(cache) = &mut part.cache {
-                let windows = windows[part.space].as_ref().unwrap_or(&model.windows);
-                pass.pack(part.space, options.packed, windows.layer(number), cache)?;
-            }
+            let windows = windows[part.space].as_ref().unwrap_or(&model.windows);
+            pass.keep(
+                part.space,
+                options.packed,
+                windows.layer(number),
+                part.cache.as_mut(),
+            )?;
         }
         pass.end_layer(model, windows, &for_prompt(number, &layers[number]))
     }
@@ -417,7 +423,7 @@ impl<'a> CudaBackend<'a> {
         let at_step = CudaStep {
             number: step,
             queries,
-            cache: Some(cache),
+            cache: Some(cache.as_ref()),
             positions,
         };
         let chosen = index.select(&at_step)?;
@@ -449,7 +455,7 @@ impl<'a> CudaBackend<'a> {
 
     /// Returns the bytes of keys and values per position, over all layers and sequences.
     pub fn position_bytes(&self) -> usize {
-        self.of_parts(|at| at.shape.heads() * bytes_per_position(&at.shape, at.kv))
+        self.of_parts(|of| of.at.shape.heads() * of.format.bytes_per_position(&of.at.shape))
     }
 
     /// Returns the greedy choices after the last step; waits for the device.
@@ -460,8 +466,8 @@ impl<'a> CudaBackend<'a> {
     }
 
     /// Adds up what parts of a space take, over all parts.
-    fn of_parts(&self, of: impl Fn(&OnDevice<'a>) -> usize) -> usize {
-        self.parts().map(|part| of(&self.spaces[part.space].at)).sum()
+    fn of_parts(&self, of: impl Fn(&Space<'a>) -> usize) -> usize {
+        self.parts().map(|part| of(&self.spaces[part.space])).sum()
     }
 }
 
@@ -471,7 +477,7 @@ fn for_prompt<'s, 'd>(number: usize, parts: &'s [LayerPart<'d>]) -> PromptLayer<
         space: part.space,
         heads: part.heads.as_ref(),
         index: part.index.as_ref(),
-        cache: Some(&part.cache),
+        cache: Some(part.cache.as_ref()),
     };
     PromptLayer {
         number,
@@ -483,9 +489,12 @@ impl<'a> Backend for CudaBackend<'a> {
     fn prompt(&mut self, ids: &[u32], first: usize, done: &mut dyn FnMut(usize)) -> Result<Array1<f32>> {
         let body = &self.model.body;
         body.check_prompt(ids)?;
-        let packed = self.spaces.iter().any(|space| space.at.kv == KvType::TWO_BIT);
-        if packed && first > 0 {
-            return Err(Error::internal("CUDA: a 2-bit cache takes in one prompt"));
+        let refuses = |space: &&Space<'a>| first > 0 && space.format.needs_one_prompt();
+        if let Some(space) = self.spaces.iter().find(refuses) {
+            let kv = space.at.kv;
+            return Err(Error::internal(format!(
+                "CUDA: a cache of type {kv} takes in one prompt"
+            )));
         }
         let mut pass = self.begin_prompt(ids, first)?;
         for number in 0..self.layers.len() {
@@ -563,7 +572,7 @@ impl<'a> Backend for CudaBackend<'a> {
     }
 
     fn kv_bytes(&self) -> usize {
-        let fixed = self.of_parts(|at| at.shape.heads() * fixed_bytes(&at.shape, at.kv));
+        let fixed = self.of_parts(|of| of.at.shape.heads() * of.format.fixed_bytes(&of.at.shape));
         self.shape.capacity * self.position_bytes() + fixed
     }
 

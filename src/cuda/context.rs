@@ -7,7 +7,8 @@ use crate::error::Result;
 use crate::float::Float;
 use crate::kv::Limits;
 use crate::kv::cuda::Positions;
-use crate::kv::cuda::attend::LayerRows;
+use crate::kv::cuda::float::LayerRows;
+use crate::kv::cuda::rows::CudaRows;
 
 /// One layer's keys and values of one sequence.
 pub struct LayerContext<'d> {

@@ -23,7 +23,8 @@ use crate::compute::attention;
 use crate::compute::cuda::driver::{Purpose, allocating};
 use crate::error::{Error, Result};
 use crate::float::Float;
-use crate::kv::cuda::attend::LayerRows;
+use crate::kv::cuda::float::LayerRows;
+use crate::kv::cuda::rows::CudaRows;
 use crate::kv::cuda::{CudaSelection, Positions, Shape};
 use crate::kv::sample::Sampler;
 use crate::kv::{KvHead, StaticSet};
@@ -66,7 +67,7 @@ impl<'a> HostBackend<'a> {
     /// there may be more than one prompt.
     pub fn can(method: &dyn Method, options: &DecodeOptions, turns: bool) -> bool {
         let needs = CudaNeeds {
-            packed: false,
+            kv: options.kv,
             later_prompts: turns,
             rows_on_host: true,
         };
@@ -138,7 +139,7 @@ impl<'a> HostBackend<'a> {
         };
         let space = SpaceNeeds {
             shape: self.shape,
-            packed: false,
+            needs_room: false,
             is_part: false,
             context: Some(context),
             indexes: self.layers.iter().map(|l| l.index.as_ref()).collect(),
@@ -232,7 +233,7 @@ impl HostLayer<'_> {
                 let StaticAttention {
                     attention, reading, ..
                 } = static_set;
-                attention.attend(&work.heads.q_rope, rows, reading, None)
+                rows.attend(attention, &work.heads.q_rope, reading, None)
             }
             None => Ok(()),
         })?;

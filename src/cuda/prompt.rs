@@ -10,10 +10,9 @@ use super::work::{RowPositions, Workspace};
 use crate::compute::cuda::buffer::Buffer;
 use crate::env;
 use crate::error::{Error, Result};
-use crate::kv::cuda::attend::LayerRows;
-use crate::kv::cuda::cache::LayerCache;
-use crate::kv::cuda::packed::PackedLayer;
+use crate::kv::cuda::float::LayerRows;
 use crate::kv::cuda::prompt::{Prompts, Queries};
+use crate::kv::cuda::rows::{CudaRows, Prompted};
 use crate::kv::cuda::{Positions, Shape};
 use crate::kv::packed::Layout;
 use crate::method::cuda::{Chunk, CudaIndex, WholePrompt};
@@ -32,9 +31,9 @@ pub(super) struct PromptPass<'d> {
 
 /// The buffers of a prompt for layers, or parts of layers, of one shape.
 struct PromptSpace<'d> {
-    /// Buffers for rows in f32; present if an index or the 2-bit cache needs them.
+    /// Buffers for rows in f32; present if an index or the format of the cache needs them.
     prompts: Option<Prompts<'d>>,
-    /// The keys and values that a layer attends; present if no cache on the device holds them in a float type.
+    /// The keys and values that a layer attends; present if no cache on the device has them as floats.
     context: Option<LayerContext<'d>>,
     /// The rows of the part's KV heads; absent if it has all KV heads.
     room: Option<HeadRoom<'d>>,
@@ -53,11 +52,11 @@ pub(super) struct PromptRoom {
 pub(super) struct SpaceNeeds<'s, 'd> {
     /// The shape of their caches.
     pub shape: Shape,
-    /// Whether the caches are in 2 bits.
-    pub packed: bool,
+    /// Whether the caches take in prompts with buffers for rows in f32.
+    pub needs_room: bool,
     /// Whether they have some of the KV heads only.
     pub is_part: bool,
-    /// The keys and values that a layer attends, if no cache on the device holds them in a float type.
+    /// The keys and values that a layer attends, if no cache on the device has them as floats.
     pub context: Option<LayerContext<'d>>,
     /// Their indexes.
     pub indexes: Vec<&'s (dyn CudaIndex + 'd)>,
@@ -78,14 +77,14 @@ pub(super) struct PromptPart<'s, 'd> {
     pub heads: Option<&'s HeadList<'d>>,
     pub index: &'s (dyn CudaIndex + 'd),
     /// `None` if the cache is in host memory.
-    pub cache: Option<&'s LayerCache<'d>>,
+    pub cache: Option<&'s (dyn CudaRows + 'd)>,
 }
 
 impl<'d> PromptSpace<'d> {
     /// Returns the keys and values that a part of a layer attends.
-    fn attended<'s>(&'s self, part: &PromptPart<'s, 'd>) -> Result<&'s LayerRows<'d>> {
+    fn attended<'s>(&'s self, part: &PromptPart<'s, 'd>) -> Result<&'s LayerRows<'s>> {
         let context = self.context.as_ref().map(|context| &context.rows);
-        let rows = context.or(part.cache.and_then(LayerCache::plain));
+        let rows = context.or(part.cache.and_then(|cache| cache.plain()));
         rows.ok_or_else(no_rows)
     }
 }
@@ -109,7 +108,7 @@ impl<'d> PromptPass<'d> {
             if let Some(index) = needs.indexes.first() {
                 index.begin_prompt(room.first..room.first + m, room.rows)?;
             }
-            let wants_prompts = needs.packed || needs.indexes.iter().any(|index| index.wants_prompts());
+            let wants_prompts = needs.needs_room || needs.indexes.iter().any(|index| index.wants_prompts());
             Ok(PromptSpace {
                 prompts: wants_prompts
                     .then(|| Prompts::new(driver, needs.shape))
@@ -157,21 +156,29 @@ impl<'d> PromptPass<'d> {
         }
     }
 
-    /// Packs the whole prompt into a part's 2-bit cache, once all of it has passed the layer.
+    /// Gives the whole prompt to a part's cache that takes in more than its chunks, once all of it has passed the layer.
     ///
     /// # Errors
-    /// More full-precision tokens than there is room for.
-    pub fn pack(
+    /// As [`CudaRows::prompt`].
+    pub fn keep(
         &self,
         space: usize,
         layout: Layout,
         positions: &Positions<'d>,
-        to: &mut PackedLayer<'d>,
+        to: &mut (dyn CudaRows + 'd),
     ) -> Result<()> {
         let space = &self.spaces[space];
-        let room = space.context.as_ref().zip(space.prompts.as_ref());
-        let (LayerContext { rows, .. }, prompts) = room.ok_or_else(no_rows)?;
-        prompts.pack(rows, self.queries(space), layout, positions, to)
+        // Without a context, the cache has had all rows.
+        let Some(context) = &space.context else {
+            return Ok(());
+        };
+        to.prompt(&Prompted {
+            rows: &context.rows,
+            queries: self.queries(space),
+            layout,
+            positions,
+            room: space.prompts.as_ref(),
+        })
     }
 
     /// Appends the `n` keys and values that were projected last to the context of the first shape.
@@ -224,10 +231,11 @@ impl<'d> PromptPass<'d> {
                 }
                 let heads = gathered.map_or(&work.heads, |(room, _)| &room.rows);
                 let (queries, keys) = (heads.queries(), heads.keys());
-                match (&mut space.context, part.cache) {
-                    (Some(context), _) => context.append(&heads.k_rope, &heads.v, n)?,
-                    (None, Some(cache)) => cache.append(&heads.k_rope, &heads.v, n, positions)?,
-                    (None, None) => return Err(no_rows()),
+                if let Some(context) = &mut space.context {
+                    context.append(&heads.k_rope, &heads.v, n)?;
+                }
+                if let Some(cache) = part.cache {
+                    cache.extend(&heads.k_rope, &heads.v, n, positions)?;
                 }
                 let rows = space.attended(part)?;
                 part.index.extend(&Chunk {

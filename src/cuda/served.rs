@@ -1,7 +1,6 @@
 //! Which KV heads a method serves alike, and whether they can be served on the device.
 
-use crate::kv::cuda::cache::holds;
-use crate::kv::cuda::signs::FULL;
+use crate::kv::cuda::format;
 use crate::kv::{Budget, KvType};
 use crate::method::cuda::CudaNeeds;
 use crate::method::{Method, MethodPart};
@@ -43,14 +42,14 @@ impl<'m> Served<'m> {
 
     /// Returns whether cache and index can be on the device. `turns` says whether there may be more than one prompt.
     pub fn can(&self, options: &DecodeOptions, turns: bool) -> bool {
-        let packed = self.kv == KvType::TWO_BIT;
         let needs = CudaNeeds {
-            packed,
+            kv: self.kv,
             later_prompts: turns,
             rows_on_host: false,
         };
         let has_index = self.method.cuda().is_some_and(|method| method.serves(&needs));
-        let has_cache = holds(self.kv) && !(packed && (turns || options.packed.full > FULL));
+        let has_cache = format::holding(self.kv)
+            .is_some_and(|format| format.holds(&options.packed) && !(turns && format.needs_one_prompt()));
         has_index && has_cache
     }
 }

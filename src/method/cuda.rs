@@ -9,17 +9,18 @@ use crate::compute::cuda::buffer::Buffer;
 use crate::compute::cuda::driver::Driver;
 use crate::compute::cuda::kernels;
 use crate::error::{Error, Result};
-use crate::kv::cuda::attend::{Attention, LayerRows};
-use crate::kv::cuda::cache::LayerCache;
+use crate::kv::cuda::attend::Attention;
+use crate::kv::cuda::float::LayerRows;
 use crate::kv::cuda::prompt::{Prompts, Queries};
+use crate::kv::cuda::rows::CudaRows;
 use crate::kv::cuda::{CudaSelection, Positions, Rotated, Shape};
 use crate::kv::{KvType, Limits, StaticSet};
 
 /// What a session requires of a method's index on the GPU.
 #[derive(Clone, Copy, Debug)]
 pub struct CudaNeeds {
-    /// Whether the cache is in 2 bits.
-    pub packed: bool,
+    /// The formats of the cache.
+    pub kv: KvType,
     /// Whether there may be more than one prompt.
     pub later_prompts: bool,
     /// Whether the cached rows are in host memory.
@@ -27,9 +28,9 @@ pub struct CudaNeeds {
 }
 
 impl CudaNeeds {
-    /// Returns whether the cached rows are on the device and not in 2 bits.
+    /// Returns whether the cached rows are on the device, as floats.
     pub(super) fn has_rows_on_device(&self) -> bool {
-        !self.packed && !self.rows_on_host
+        self.kv.float().is_some() && !self.rows_on_host
     }
 }
 
@@ -138,7 +139,7 @@ pub struct WholePrompt<'a> {
     /// The prompt's keys and values, after those of earlier prompts.
     pub rows: &'a LayerRows<'a>,
     /// The cache on the device that holds these rows now.
-    pub cache: Option<&'a LayerCache<'a>>,
+    pub cache: Option<&'a (dyn CudaRows + 'a)>,
     /// The queries of the prompt's last chunk.
     pub queries: Queries<'a>,
     /// Buffers of prompt rows in f32; present if the index [`wants_prompts`](CudaIndex::wants_prompts) or the cache
@@ -155,7 +156,7 @@ pub struct CudaStep<'a> {
     /// The last position's queries, `[b,h,1,d]`.
     pub queries: Rotated<'a>,
     /// The cache on the device, which already holds the last position; `None` if the rows are in host memory.
-    pub cache: Option<&'a LayerCache<'a>>,
+    pub cache: Option<&'a (dyn CudaRows + 'a)>,
     /// The positions of the layer.
     pub positions: &'a Positions<'a>,
 }
@@ -164,9 +165,9 @@ impl<'a> CudaStep<'a> {
     /// Returns the cached rows, for a method that ranks by them.
     ///
     /// # Errors
-    /// The rows are in 2 bits, or in host memory.
+    /// The rows are no floats, or in host memory.
     pub(super) fn rows(&self) -> Result<&'a LayerRows<'a>> {
-        let rows = self.cache.and_then(LayerCache::plain);
+        let rows = self.cache.and_then(|cache| cache.plain());
         rows.ok_or_else(|| Error::internal("CUDA: the method needs the cache's rows on the device"))
     }
 }

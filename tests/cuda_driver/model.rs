@@ -235,17 +235,22 @@ pub fn run_rounded(driver: &Path) {
     assert_eq!(sparse["method"], "wpq");
     let read = sparse["kv_read_fraction"].as_f64().unwrap();
     assert!(read > 0.1 && read < 0.5, "{read}");
-    // What the 2-bit cache of the CPU gives.
-    for method in ["selfindex", "wpq"] {
-        let packed = run(&format!(
-            "--device cuda --method {method} --kv 2bit --precision f32"
+    // What the same cache on the CPU gives.
+    for (method, kv) in [
+        ("selfindex", "2bit"),
+        ("wpq", "2bit"),
+        ("wpq", "int8"),
+        ("full", "int8"),
+    ] {
+        let cuda = run(&format!(
+            "--device cuda --method {method} --kv {kv} --precision f32"
         ));
-        let expected = run(&format!("--device cpu --method {method} --kv 2bit"));
-        assert_eq!(packed["ids"], expected["ids"], "{method}");
-        assert_eq!(packed["fallbacks"], object!([]), "{method}");
-        let (a, b) = (&packed["kv_bytes"], &expected["kv_bytes"]);
+        let expected = run(&format!("--device cpu --method {method} --kv {kv}"));
+        assert_eq!(cuda["ids"], expected["ids"], "{method} {kv}");
+        assert_eq!(cuda["fallbacks"], object!([]), "{method} {kv}");
+        let (a, b) = (&cuda["kv_bytes"], &expected["kv_bytes"]);
         let ratio = a.as_f64().unwrap() / b.as_f64().unwrap();
-        assert!((0.9..1.1).contains(&ratio), "{method}: {a} {b}");
+        assert!((0.9..1.1).contains(&ratio), "{method} {kv}: {a} {b}");
     }
     // Sampling sees the same logits.
     let sampled = |device| {

@@ -57,6 +57,7 @@ fn planned(driver: &dyn Driver, golden: &Golden) {
         ("topk", "0.3", KvType::F32),
         ("streaming", "0.2", KvType::F16),
         ("selfindex", "0.25", KvType::TWO_BIT),
+        ("streaming", "0.2", KvType::INT8),
         ("ctkvr", "0.3", KvType::BF16),
         ("full", "0.1", KvType::F32),
     ];

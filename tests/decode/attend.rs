@@ -4,9 +4,11 @@ use kvsmith::internal::compute::comparison::Comparison;
 use kvsmith::internal::compute::cuda::driver::Driver;
 use kvsmith::internal::float::Float;
 use kvsmith::internal::kv::Budget;
-use kvsmith::internal::kv::cuda::attend::{Attention, LayerRows};
+use kvsmith::internal::kv::cuda::attend::Attention;
 use kvsmith::internal::kv::cuda::bounds;
 pub use kvsmith::internal::kv::cuda::bounds::Precision;
+use kvsmith::internal::kv::cuda::float::LayerRows;
+use kvsmith::internal::kv::cuda::rows::CudaRows;
 use rand::Rng;
 
 use super::cases::{self, Batch, normals, sizes_name, some_of, twice, upload};
@@ -91,8 +93,7 @@ pub fn check(driver: &dyn Driver, case: &Case) {
     let attention = Attention::new(driver, case.shape).unwrap();
     let (out, lse) = twice(|| {
         let queries = upload(driver, &queries);
-        attention
-            .attend(&queries, &rows, &batch.positions, chosen.as_ref())
+        rows.attend(&attention, &queries, &batch.positions, chosen.as_ref())
             .unwrap();
         (output(&attention), attention.lse.read().unwrap())
     });

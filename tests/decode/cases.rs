@@ -8,7 +8,7 @@ pub use kvsmith::internal::compute::comparison::UNIT;
 use kvsmith::internal::compute::cuda::buffer::Buffer;
 use kvsmith::internal::compute::cuda::driver::Driver;
 use kvsmith::internal::float::Float;
-use kvsmith::internal::kv::cuda::attend::LayerRows;
+use kvsmith::internal::kv::cuda::rows::CudaRows;
 use kvsmith::internal::kv::cuda::{Positions, Shape};
 use kvsmith::internal::kv::packed::Center;
 use kvsmith::internal::kv::{Budget, KvHead, KvType, Limits, StaticSet};
@@ -266,7 +266,7 @@ impl<'d> Batch<'d> {
     }
 
     /// Begins a step with the keys and values `[b,g,m,d]` of its tokens.
-    pub fn append(&mut self, cache: &LayerRows<'d>, keys: &[f32], values: &[f32]) {
+    pub fn append(&mut self, cache: &dyn CudaRows, keys: &[f32], values: &[f32]) {
         let m = keys.len() / self.shape.heads() / self.shape.head_dim;
         self.advance(m);
         let (keys, values) = (upload(self.driver, keys), upload(self.driver, values));

@@ -7,7 +7,7 @@ use kvsmith::internal::compute::cuda::driver::Driver;
 use kvsmith::internal::float::Float;
 use kvsmith::internal::kv::Budget;
 use kvsmith::internal::kv::KvHead;
-use kvsmith::internal::kv::cuda::attend::LayerRows;
+use kvsmith::internal::kv::cuda::float::LayerRows;
 use kvsmith::internal::method::ctkvr::cuda::{Ctkvr, CtkvrWorkspace, Lists};
 use kvsmith::internal::method::ctkvr::{self as cpu, Centroid, Choose, CtkvrParams};
 use kvsmith::internal::method::cuda::OnDevice;

@@ -4,7 +4,9 @@ use kvsmith::internal::compute::attention;
 use kvsmith::internal::compute::cuda::buffer::Buffer;
 use kvsmith::internal::compute::cuda::driver::Driver;
 use kvsmith::internal::float::Float;
-use kvsmith::internal::kv::cuda::attend::{Attention, LayerRows};
+use kvsmith::internal::kv::cuda::attend::Attention;
+use kvsmith::internal::kv::cuda::float::LayerRows;
+use kvsmith::internal::kv::cuda::rows::CudaRows;
 use kvsmith::internal::kv::{Budget, KvHead, StaticSet};
 use kvsmith::internal::method::cuda::TALLIES;
 use kvsmith::internal::method::lfps::cuda::{Lfps, LfpsWorkspace};
@@ -349,8 +351,8 @@ pub fn check(driver: &dyn Driver, case: &Case) {
         let uploaded = upload(driver, &queries);
         let selection = lfps.select(&uploaded, &cached, positions).unwrap();
         let chosen = selection.read().unwrap();
-        attention
-            .attend(&uploaded, &cached, positions, Some(selection))
+        cached
+            .attend(&attention, &uploaded, positions, Some(selection))
             .unwrap();
         let before = output(&attention);
         lfps.observe(&uploaded, &cached, positions, &attention).unwrap();

@@ -10,9 +10,11 @@ mod ctkvr;
 #[path = "../backends/emulated.rs"]
 mod emulated;
 mod encode;
+mod formats;
 #[path = "../backends/gpus.rs"]
 mod gpus;
 mod held;
+mod int8;
 mod lfps;
 mod linear;
 mod not_finite;
@@ -32,7 +34,8 @@ use gpus::Check;
 
 fn main() -> ExitCode {
     gpus::run(|| {
-        let alone: [(&str, Check); 5] = [
+        let alone: [(&str, Check); 6] = [
+            ("formats", Box::new(formats::check)),
             ("linear::together", Box::new(linear::check_together)),
             ("linear::refused", Box::new(linear::check_refused)),
             ("prefill::refused", Box::new(prefill::check_refused)),
@@ -43,6 +46,7 @@ fn main() -> ExitCode {
         [
             trials("attend", attend::cases(), attend::check),
             trials("attend_packed", packed::cases(), packed::check),
+            trials("int8", int8::cases(), int8::check),
             trials("not_finite", not_finite::cases(), not_finite::check),
             trials(
                 "not_finite_packed",

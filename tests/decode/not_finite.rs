@@ -9,7 +9,9 @@ use kvsmith::internal::compute::cuda::buffer::Buffer;
 use kvsmith::internal::compute::cuda::driver::Driver;
 use kvsmith::internal::float::Float;
 use kvsmith::internal::kv::Budget;
-use kvsmith::internal::kv::cuda::attend::{Attention, LayerRows};
+use kvsmith::internal::kv::cuda::attend::Attention;
+use kvsmith::internal::kv::cuda::float::LayerRows;
+use kvsmith::internal::kv::cuda::rows::CudaRows;
 use kvsmith::internal::kv::packed::{Center, Layout, Packed};
 use ndarray::{Array2, s};
 
@@ -112,8 +114,8 @@ pub fn check(driver: &dyn Driver, case: &Case) {
         batch.set(&vec![n; b]);
         batch.advance(0);
         let queries = upload(driver, queries);
-        attention
-            .attend(&queries, &cache, &batch.positions, chosen.as_ref())
+        cache
+            .attend(&attention, &queries, &batch.positions, chosen.as_ref())
             .unwrap();
         (output(&attention), attention.lse.read().unwrap())
     };
@@ -296,8 +298,8 @@ pub fn check_packed(driver: &dyn Driver, case: &cases::Case<Packing>) {
         let all: Vec<&Packed> = std::iter::once(first).chain(others).collect();
         let layer = packed_layer(driver, shape, &all);
         let queries = upload(driver, queries);
-        attention
-            .attend_packed(&queries, &layer, &batch.positions, chosen.as_ref())
+        layer
+            .attend(&attention, &queries, &batch.positions, chosen.as_ref())
             .unwrap();
         (output(&attention), attention.lse.read().unwrap())
     };
@@ -362,8 +364,9 @@ pub fn check_nothing(driver: &dyn Driver) {
         let lists = [Vec::new(), vec![3, 50, 64, 100, 192]];
         let chosen = selection(driver, case.shape, most, &lists);
         let attention = Attention::new(driver, case.shape).unwrap();
-        attention
-            .attend(&upload(driver, &queries), &cache, &batch.positions, Some(&chosen))
+        let uploaded = upload(driver, &queries);
+        cache
+            .attend(&attention, &uploaded, &batch.positions, Some(&chosen))
             .unwrap();
         let (out, lse) = (output(&attention), attention.lse.read().unwrap());
         assert!(out[..r * d].iter().all(|x| *x == 0.0), "{float:?}");

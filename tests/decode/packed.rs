@@ -4,6 +4,7 @@ use kvsmith::internal::compute::attention::CachedRows;
 use kvsmith::internal::compute::cuda::driver::Driver;
 use kvsmith::internal::kv::Budget;
 use kvsmith::internal::kv::cuda::attend::Attention;
+use kvsmith::internal::kv::cuda::rows::CudaRows;
 use kvsmith::internal::kv::packed::{Center, Layout, Packed};
 use ndarray::Array2;
 use rand::Rng;
@@ -83,13 +84,9 @@ pub fn check(driver: &dyn Driver, case: &Case) {
         .map(|i| normal(&mut rng) / sizes[i % d].1.max(1.0))
         .collect();
     let attention = Attention::new(driver, shape).unwrap();
-    attention
-        .attend_packed(
-            &upload(driver, &queries),
-            &layer,
-            &batch.positions,
-            chosen.as_ref(),
-        )
+    let uploaded = upload(driver, &queries);
+    layer
+        .attend(&attention, &uploaded, &batch.positions, chosen.as_ref())
         .unwrap();
     let (out, lse) = (output(&attention), attention.lse.read().unwrap());
     for (at, query) in queries.chunks(d).enumerate() {

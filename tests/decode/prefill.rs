@@ -7,7 +7,7 @@ use kvsmith::internal::compute::cuda::driver::{Address, Arg, Driver, Launch};
 use kvsmith::internal::compute::cuda::kernels::Kernel;
 use kvsmith::internal::error::Result;
 use kvsmith::internal::float::Float;
-use kvsmith::internal::kv::cuda::attend::LayerRows;
+use kvsmith::internal::kv::cuda::float::LayerRows;
 use kvsmith::internal::kv::cuda::prefill::{Piece, attend};
 use rand::SeedableRng;
 use rand_chacha::ChaCha8Rng;

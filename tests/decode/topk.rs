@@ -3,7 +3,7 @@
 use kvsmith::internal::compute::cuda::driver::Driver;
 use kvsmith::internal::float::Float;
 use kvsmith::internal::kv::Budget;
-use kvsmith::internal::kv::cuda::attend::LayerRows;
+use kvsmith::internal::kv::cuda::float::LayerRows;
 use kvsmith::internal::method::topk::cuda::TopK;
 use kvsmith::internal::method::{Retriever, topk};
 

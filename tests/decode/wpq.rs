@@ -7,8 +7,8 @@ use std::sync::Arc;
 use half::f16;
 use kvsmith::internal::compute::cuda::driver::Driver;
 use kvsmith::internal::float::Float;
-use kvsmith::internal::kv::cuda::attend::LayerRows;
-use kvsmith::internal::kv::cuda::cache::LayerCache;
+use kvsmith::internal::kv::cuda::float::LayerRows;
+use kvsmith::internal::kv::cuda::rows::CudaRows;
 use kvsmith::internal::kv::packed::{Center, Layout, Packed};
 use kvsmith::internal::kv::{Budget, KvHead, KvType};
 use kvsmith::internal::method::wpq::cuda::{Quantisers, RefinedKeys, Sizes, Wpq, WpqWorkspace};
@@ -515,15 +515,15 @@ impl Head {
 }
 
 /// The device's cache of all heads after a prompt.
-fn cache_of<'d>(driver: &'d dyn Driver, case: &Case, heads: &[Head]) -> LayerCache<'d> {
+fn cache_of<'d>(driver: &'d dyn Driver, case: &Case, heads: &[Head]) -> Box<dyn CudaRows + 'd> {
     if let Some(all) = heads
         .iter()
         .map(|head| head.packed.as_ref())
         .collect::<Option<Vec<&Packed>>>()
     {
-        return LayerCache::Packed(Box::new(packed_layer(driver, case.shape, &all)));
+        return Box::new(packed_layer(driver, case.shape, &all));
     }
-    LayerCache::Plain(LayerRows::new(driver, case.shape, case.float).unwrap())
+    Box::new(LayerRows::new(driver, case.shape, case.float).unwrap())
 }
 
 /// Rows `range` of every head of keys `[b,g,n,d]`.
@@ -585,7 +585,7 @@ pub fn check(driver: &dyn Driver, case: &Case) {
         queries.iter_mut().for_each(|q| *q *= case.scale);
         let uploaded = upload(driver, &queries);
         let (chosen, first_keys, refined) = twice(|| {
-            let chosen = index.select(&uploaded, &cache, &batch.positions).unwrap();
+            let chosen = index.select(&uploaded, cache.as_ref(), &batch.positions).unwrap();
             (
                 chosen.read().unwrap(),
                 space.keys().unwrap(),

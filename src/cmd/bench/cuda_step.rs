@@ -9,8 +9,9 @@ use crate::compute::cuda::buffer::Buffer;
 use crate::compute::cuda::driver::{Driver, Recording};
 use crate::compute::cuda::fill::ReadLoop;
 use crate::error::Result;
-use crate::kv::cuda::attend::{Attention, LayerRows};
-use crate::kv::cuda::cache::LayerCache;
+use crate::kv::cuda::attend::Attention;
+use crate::kv::cuda::float::LayerRows;
+use crate::kv::cuda::rows::CudaRows;
 use crate::kv::cuda::{Positions, Rotated, Shape};
 use crate::method::bench::Contents;
 use crate::method::cuda::{CudaIndex, CudaStep, OnDevice};
@@ -37,7 +38,7 @@ pub fn bandwidth(driver: &dyn Driver, runs: usize) -> Result<f64> {
 /// One copy of a layer's data.
 struct LayerCopy<'d> {
     index: Box<dyn CudaIndex + 'd>,
-    cache: Option<LayerCache<'d>>,
+    rows: Option<LayerRows<'d>>,
 }
 
 /// Decode steps of one layer, launched on its copies in turn and recorded, as the steps of a session are.
@@ -94,8 +95,7 @@ impl<'d> CudaSteps<'d> {
                 None
             };
             rows.iter().try_for_each(|rows| rows.fill(seed))?;
-            let cache = rows.map(LayerCache::Plain);
-            Ok(LayerCopy { index, cache })
+            Ok(LayerCopy { index, rows })
         });
         let copies = copies.collect::<Result<Vec<_>>>()?;
         Ok(Self {
@@ -131,7 +131,7 @@ impl<'d> CudaSteps<'d> {
                 pre: &self.queries,
                 rope: &self.queries,
             },
-            cache: layer.cache.as_ref(),
+            cache: layer.rows.as_ref().map(|rows| rows as &dyn CudaRows),
             positions: &self.positions,
         };
         let chosen = layer.index.select(&step)?;

@@ -9,9 +9,11 @@ use crate::compute::comparison::Comparison;
 use crate::compute::cuda::driver::Driver;
 use crate::error::{Error, Result};
 use crate::float::Float;
-use crate::kv::cuda::attend::{Attention, LayerRows};
+use crate::kv::cuda::attend::Attention;
 use crate::kv::cuda::bounds::{self, Pair, Precision};
+use crate::kv::cuda::float::LayerRows;
 use crate::kv::cuda::prefill::{self, Piece};
+use crate::kv::cuda::rows::CudaRows;
 use crate::kv::cuda::{CudaSelection, Positions, Shape};
 use crate::kv::packed::Center;
 use crate::kv::{Budget, KvHead, KvType, Limits, StaticSet};
@@ -153,7 +155,7 @@ impl Layer {
         let queries = self.queries(1);
         let attention = Attention::new(driver, self.shape()?)?;
         let Filled { rows, positions, .. } = &filled;
-        attention.attend(&upload(driver, &queries)?, rows, positions, chosen.as_ref())?;
+        rows.attend(&attention, &upload(driver, &queries)?, positions, chosen.as_ref())?;
         let (out, lse) = (attention.output()?, attention.lse.read()?);
         let mut all = Comparison::default();
         let precision = Precision::plain(self.float);
@@ -224,7 +226,7 @@ impl Layer {
         none.write(&vec![Vec::new(); g])?;
         let (queries, attention) = (self.queries(1), Attention::new(driver, self.shape()?)?);
         let Filled { rows, positions, .. } = &filled;
-        attention.attend(&upload(driver, &queries)?, rows, positions, Some(&none))?;
+        rows.attend(&attention, &upload(driver, &queries)?, positions, Some(&none))?;
         let others: Vec<u32> = set.candidates.clone().map(|p| p as u32).collect();
         let mut theirs = Vec::new();
         for head in 0..g {

@@ -50,8 +50,10 @@ pub fn cases() -> Vec<Case> {
         ("topk", KvType::BF16, 128, 300),
         ("a2ats", KvType::BF16, 128, 300),
         ("a2ats", KvType::TWO_BIT, 80, 300),
+        ("a2ats", KvType::INT8, 128, 300),
         ("a2ats with codewords that repeat", KvType::F16, 64, 300),
         ("selfindex", KvType::F16, 96, 300),
+        ("selfindex", KvType::INT8, 64, 300),
         ("selfindex", KvType::TWO_BIT, 64, 300),
         ("selfindex", KvType::TWO_BIT, 80, 300),
         ("selfindex", KvType::TWO_BIT, 96, 300),
@@ -62,6 +64,7 @@ pub fn cases() -> Vec<Case> {
         ("ctkvr", KvType::BF16, 128, 300),
         ("wpq", KvType::BF16, 128, 300),
         ("wpq", KvType::TWO_BIT, 64, 300),
+        ("wpq", KvType::INT8, 80, 300),
         ("wpq", KvType::F32, 64, 300),
         ("wpq around the mean with 256 words", KvType::F16, 64, 300),
         // Several blocks of positions.

@@ -1,17 +1,20 @@
 //! The key-value cache on an NVIDIA GPU, and decode attention that chooses and attends without the host.
 //!
 //! The state of a step lives on the device: [`Positions`] holds the lengths of the caches, a [`CudaSelection`]
-//! the chosen positions, [`attend::LayerRows`] and [`packed::PackedLayer`] the cached rows of a layer. A step
+//! the chosen positions, [`float::LayerRows`] and [`packed::PackedLayer`] the cached rows of a layer. A step
 //! is a fixed sequence of kernel launches: sizes that depend on the context are bounded by the capacity, so
 //! that every step makes the same launches.
 
 pub mod attend;
 pub(crate) mod best;
 pub mod bounds;
-pub mod cache;
+pub mod float;
+pub mod format;
+pub mod int8;
 pub mod packed;
 pub mod prefill;
 pub mod prompt;
+pub mod rows;
 pub mod signs;
 
 use crate::compute::cuda::buffer::Buffer;

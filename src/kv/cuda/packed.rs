@@ -2,13 +2,51 @@
 
 use half::f16;
 
+use super::attend::Attention;
+use super::rows::{CudaFormat, CudaRows, Prompted, StaticScores};
 use super::signs::{FULL, Signs};
-use super::{Positions, Shape};
+use super::{CudaSelection, Positions, Shape};
 use crate::compute::cuda::buffer::{Buffer, Ptr};
 use crate::compute::cuda::driver::Driver;
-use crate::compute::cuda::kernels;
+use crate::compute::cuda::kernels::{self, Kernel};
 use crate::error::{Error, Result};
-use crate::kv::packed::QUANT_GROUP;
+use crate::kv::KvType;
+use crate::kv::packed::{Layout, QUANT_GROUP, row_bytes};
+
+/// The format of 2 bits.
+pub(super) struct TwoBits;
+
+impl CudaFormat for TwoBits {
+    fn kv(&self) -> KvType {
+        KvType::TWO_BIT
+    }
+
+    fn kernel(&self, shape: &Shape) -> Result<(&'static Kernel, usize)> {
+        let kernel = kernels::AttendPacked::kernel(shape.width())?;
+        Ok((kernel, kernel.shared_bytes))
+    }
+
+    fn cache<'d>(&self, driver: &'d dyn Driver, shape: Shape) -> Result<Box<dyn CudaRows + 'd>> {
+        Ok(Box::new(PackedLayer::new(driver, shape)?))
+    }
+
+    fn bytes_per_position(&self, shape: &Shape) -> usize {
+        row_bytes(shape.head_dim)
+    }
+
+    /// Returns the bytes of full-precision rows, scales and centers.
+    fn fixed_bytes(&self, shape: &Shape) -> usize {
+        FULL * (4 * shape.head_dim + 4) + 8 * shape.head_dim
+    }
+
+    fn needs_room(&self) -> bool {
+        true
+    }
+
+    fn holds(&self, layout: &Layout) -> bool {
+        layout.full <= FULL
+    }
+}
 
 /// The cached keys and values of one layer in 2 bits. In arrays of two, keys come first, then values.
 pub struct PackedLayer<'d> {
@@ -57,27 +95,6 @@ impl<'d> PackedLayer<'d> {
         })
     }
 
-    /// Stores the rows of the last `m` positions, `[b,g,m,d]` each, with the center and the scale of the
-    /// prompt; `positions` counts them already.
-    ///
-    /// # Numerics
-    /// Finite values give the same bits as [`Packed::extend`](crate::kv::packed::Packed::extend).
-    pub fn append(
-        &self,
-        keys: &Buffer<'_, f32>,
-        values: &Buffer<'_, f32>,
-        m: usize,
-        positions: &Positions<'_>,
-    ) -> Result<()> {
-        self.signs.append(keys, m, positions)?;
-        let shape = &self.signs.shape;
-        for (i, rows) in [keys, values].into_iter().enumerate() {
-            let heads = [0, shape.kv_heads, shape.sequences];
-            self.pack(i, rows.ptr(), heads, [m, shape.head_dim], positions.lens.ptr())?;
-        }
-        Ok(())
-    }
-
     /// Quantises keys (`i` = 0) or values (1) of the last `m` positions, `[sequences,heads,m,w]`, of the KV heads
     /// from `first` on.
     pub(crate) fn pack(
@@ -106,5 +123,109 @@ impl<'d> PackedLayer<'d> {
             capacity: shape.capacity,
         }
         .launch(self.signs.driver, [blocks, heads, sequences])
+    }
+}
+
+impl CudaRows for PackedLayer<'_> {
+    /// Stores the rows with the center and the scale of the prompt.
+    ///
+    /// # Numerics
+    /// Finite values give the same bits as [`Packed::extend`](crate::kv::packed::Packed::extend).
+    fn append(
+        &self,
+        keys: &Buffer<'_, f32>,
+        values: &Buffer<'_, f32>,
+        m: usize,
+        positions: &Positions<'_>,
+    ) -> Result<()> {
+        self.signs.append(keys, m, positions)?;
+        let shape = &self.signs.shape;
+        for (i, rows) in [keys, values].into_iter().enumerate() {
+            let heads = [0, shape.kv_heads, shape.sequences];
+            self.pack(i, rows.ptr(), heads, [m, shape.head_dim], positions.lens.ptr())?;
+        }
+        Ok(())
+    }
+
+    /// Stores nothing: the center and the scales are those of the whole prompt.
+    fn extend(&self, _: &Buffer<'_, f32>, _: &Buffer<'_, f32>, _: usize, _: &Positions<'_>) -> Result<()> {
+        Ok(())
+    }
+
+    fn prompt(&mut self, prompt: &Prompted<'_>) -> Result<()> {
+        let without = || Error::internal("CUDA: no room to pack a prompt");
+        let room = prompt.room.ok_or_else(without)?;
+        room.pack(prompt.rows, prompt.queries, prompt.layout, prompt.positions, self)
+    }
+
+    /// # Numerics
+    /// Keys are dequantised to f16 around the center and relative to their channel's largest magnitude. Queries are
+    /// multiplied by that magnitude and scaled to at most 1 before they are rounded to f16. Weights are f16, sums f32.
+    fn attend(
+        &self,
+        attention: &Attention<'_>,
+        queries: &Buffer<'_, f32>,
+        positions: &Positions<'_>,
+        chosen: Option<&CudaSelection<'_>>,
+    ) -> Result<()> {
+        let (signs, shape) = (&self.signs, &self.signs.shape);
+        attention.step(KvType::TWO_BIT, queries, positions, chosen, |at| {
+            kernels::AttendPacked {
+                queries: at.queries,
+                signs: signs.signs.ptr(),
+                key_bits: self.bits[0].ptr().cast(),
+                value_bits: self.bits[1].ptr().cast(),
+                key_params: self.params[0].ptr().cast(),
+                value_params: self.params[1].ptr().cast(),
+                centers: signs.centers.ptr(),
+                alpha: self.alpha.ptr(),
+                full: signs.full.ptr(),
+                full_count: signs.full_count.ptr(),
+                full_keys: self.full[0].ptr().cast(),
+                full_values: self.full[1].ptr().cast(),
+                spans: at.spans,
+                lists: at.lists,
+                listed: at.listed,
+                outs: at.outs,
+                sums: at.sums,
+                scale: at.scale,
+                r: at.r,
+                d: shape.head_dim,
+                pitch: signs.pitch(),
+                capacity: at.capacity,
+                most: at.most,
+                is_signed: usize::from(self.is_signed),
+            }
+            .launch(signs.driver, shape.width(), at.grid)
+        })
+    }
+
+    fn score_static(&self, scores: &StaticScores<'_>) -> Result<()> {
+        let (signs, shape) = (&self.signs, &self.signs.shape);
+        kernels::StaticScoresPacked {
+            queries: scores.queries.ptr(),
+            signs: signs.signs.ptr(),
+            key_bits: self.bits[0].ptr().cast(),
+            key_params: self.params[0].ptr().cast(),
+            centers: signs.centers.ptr(),
+            alpha: self.alpha.ptr(),
+            full: signs.full.ptr(),
+            full_count: signs.full_count.ptr(),
+            full_keys: self.full[0].ptr().cast(),
+            spans: scores.positions.spans.ptr(),
+            parts: scores.parts.ptr(),
+            scale: shape.exponent(),
+            r: shape.group,
+            d: shape.head_dim,
+            pitch: signs.pitch(),
+            capacity: shape.capacity,
+            n_parts: scores.n_parts,
+            is_signed: usize::from(self.is_signed),
+        }
+        .launch(signs.driver, shape.grid(1))
+    }
+
+    fn signs(&self) -> Option<&Signs<'_>> {
+        Some(&self.signs)
     }
 }

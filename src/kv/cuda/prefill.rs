@@ -1,6 +1,6 @@
 //! Exact attention of a prompt, or of a chunk of one, over the cached rows.
 
-use super::attend::LayerRows;
+use super::float::LayerRows;
 use crate::compute::cuda::buffer::Buffer;
 use crate::compute::cuda::driver::Driver;
 use crate::compute::cuda::kernels;
@@ -90,6 +90,30 @@ pub fn attend(
             arguments!(PrefillNarrow).launch(driver, float, w, grid)
         }
         float => arguments!(Prefill).launch(driver, float, w, grid),
+    }
+}
+
+impl LayerRows<'_> {
+    /// Attends a prompt's `m` queries `[h,m,d]`, at positions from `first` on, whose keys and values are
+    /// cached already; `window` is the model's sliding window, out is `[m,h d]`. For a single sequence.
+    ///
+    /// # Errors
+    /// Positions beyond the capacity.
+    pub fn attend_prompt(
+        &self,
+        queries: &Buffer<'_, f32>,
+        first: usize,
+        m: usize,
+        window: Option<usize>,
+        out: &Buffer<'_, f32>,
+    ) -> Result<()> {
+        let piece = Piece {
+            sequence: 0,
+            first,
+            rows: m,
+            window,
+        };
+        attend(self.driver, queries, self, piece, out)
     }
 }
 

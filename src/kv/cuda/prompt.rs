@@ -3,8 +3,8 @@
 //! The results are those of [`crate::method::selfindex`] and [`crate::kv::packed`] on the CPU. Cached rows are
 //! widened to f32, a few KV heads at a time.
 
-use super::attend::LayerRows;
 use super::best::Best;
+use super::float::LayerRows;
 use super::packed::PackedLayer;
 use super::signs::{FULL, Signs, check_channels};
 use super::{Positions, Shape};

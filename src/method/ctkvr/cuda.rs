@@ -14,7 +14,7 @@ use crate::compute::cuda::driver::Driver;
 use crate::compute::cuda::kernels;
 use crate::error::{Error, Result};
 use crate::kv::Limits;
-use crate::kv::cuda::attend::LayerRows;
+use crate::kv::cuda::float::LayerRows;
 use crate::kv::cuda::{CudaSelection, KINDS, Positions, SCAN, Shape};
 use crate::method::ctkvr::{self as cpu, CtkvrParams, FRESH};
 use crate::method::cuda::OnDevice;

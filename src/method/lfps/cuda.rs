@@ -10,7 +10,8 @@ use crate::compute::cuda::driver::Driver;
 use crate::compute::cuda::kernels;
 use crate::error::{Error, Result};
 use crate::kv::Limits;
-use crate::kv::cuda::attend::{Attention, LayerRows, Rest};
+use crate::kv::cuda::attend::{Attention, Rest};
+use crate::kv::cuda::float::LayerRows;
 use crate::kv::cuda::{CudaSelection, Positions, SCAN, Shape};
 use crate::method::lfps as method;
 use crate::method::lfps::{QueryHead, Threshold};
@@ -393,7 +394,7 @@ impl<'d> Lfps<'d> {
             sums: self.sums.ptr(),
             sinks: self.sinks(),
         };
-        attention.join_rest(rest, rows, positions)?;
+        rows.join_rest(attention, rest, positions)?;
         let to = &space.selection;
         let (most, room) = (to.most, space.room);
         let (spans, lists, listed) = (positions.spans.ptr(), to.lists.ptr(), to.listed.ptr());

@@ -8,8 +8,8 @@ use crate::compute::cuda::driver::Driver;
 use crate::compute::cuda::kernels;
 use crate::error::Result;
 use crate::kv::Limits;
-use crate::kv::cuda::attend::LayerRows;
 use crate::kv::cuda::best::Best;
+use crate::kv::cuda::float::LayerRows;
 use crate::kv::cuda::{CudaSelection, Positions, Shape};
 use crate::method::cuda::{
     ByWindow, CudaIndex, CudaMethod, CudaNeeds, CudaStep, Indexes, OnDevice, ServedLayer, each_served,

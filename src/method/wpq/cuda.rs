@@ -14,7 +14,7 @@ use crate::compute::cuda::fill::{Random, fill};
 use crate::compute::cuda::kernels;
 use crate::error::Result;
 use crate::kv::Limits;
-use crate::kv::cuda::cache::LayerCache;
+use crate::kv::cuda::rows::CudaRows;
 use crate::kv::cuda::{CudaSelection, Positions, SCAN, Shape};
 pub(super) use index::random;
 pub use quantisers::{Quantisers, Sizes};
@@ -102,7 +102,7 @@ impl<'d> Wpq<'d> {
     pub fn select(
         &self,
         queries: &Buffer<'_, f32>,
-        cache: &LayerCache<'_>,
+        cache: &dyn CudaRows,
         positions: &Positions<'_>,
     ) -> Result<&CudaSelection<'d>> {
         let space = &self.space;

@@ -12,6 +12,7 @@ mod channel_statistic;
 mod decode_step;
 mod draw;
 mod encode_wpq;
+mod int8;
 mod layer;
 mod linear;
 mod means;
@@ -46,6 +47,7 @@ pub(crate) use channel_statistic::*;
 pub(crate) use decode_step::*;
 pub(crate) use draw::*;
 pub(crate) use encode_wpq::*;
+pub(crate) use int8::*;
 pub(crate) use layer::*;
 pub(crate) use linear::*;
 pub(crate) use means::*;
@@ -112,6 +114,9 @@ pub const ALL: &[Kernel] = &[
     draw::PLACE_CENTROIDS,
     encode_wpq::ENCODE_KEYS_16,
     encode_wpq::ENCODE_KEYS_256,
+    int8::APPEND_INT8,
+    int8::ATTEND_INT8,
+    int8::STATIC_SCORES_INT8,
     layer::EMBED_ROWS,
     layer::RMS_ROWS,
     layer::SPLIT_HEADS,

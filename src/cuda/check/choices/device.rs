@@ -9,9 +9,11 @@ use crate::cuda::check::case::upload;
 use crate::error::{Error, Result};
 use crate::float::Float;
 use crate::kv::Limits;
-use crate::kv::cuda::attend::{Attention, LayerRows};
-use crate::kv::cuda::cache::LayerCache;
+use crate::kv::cuda::attend::Attention;
+use crate::kv::cuda::float::LayerRows;
+use crate::kv::cuda::format;
 use crate::kv::cuda::prompt::{Prompts, Queries};
+use crate::kv::cuda::rows::{CudaRows, Prompted};
 use crate::kv::cuda::{Positions, Rotated};
 use crate::kv::packed::{Center, Layout};
 use crate::method::Method;
@@ -96,9 +98,9 @@ impl<'a> Layer<'a> {
             .ok_or_else(without)?
             .indexes(at, &ServedLayer::all(&[limits], shape.kv_heads))?;
         let index = index.into_iter().next().ok_or_else(without)?;
-        let mut cache = LayerCache::new(driver, shape, setting.kv)?;
+        let mut cache = format::cache(driver, shape, setting.kv)?;
         let mut positions = Positions::new(driver, shape, limits)?;
-        self.prompt(index.as_ref(), &mut cache, &mut positions)?;
+        self.prompt(index.as_ref(), cache.as_mut(), &mut positions)?;
         let attention = Attention::new(driver, shape)?;
         let sums = Buffer::<f64>::zeros(driver, "sums of what is read", TALLIES)?;
         let mut steps = Vec::new();
@@ -110,7 +112,7 @@ impl<'a> Layer<'a> {
             let step = CudaStep {
                 number,
                 queries: part.queries(),
-                cache: Some(&cache),
+                cache: Some(cache.as_ref()),
                 positions: &positions,
             };
             let chosen = index.select(&step)?;
@@ -133,32 +135,32 @@ impl<'a> Layer<'a> {
     fn prompt(
         &self,
         index: &dyn CudaIndex,
-        cache: &mut LayerCache<'a>,
+        cache: &mut (dyn CudaRows + 'a),
         positions: &mut Positions<'a>,
     ) -> Result<()> {
         let (driver, n) = (self.driver, self.setting.n);
         let shape = self.setting.shape()?;
         let first = n * 2 / 3;
         index.begin_prompt(0..n, first)?;
-        // A 2-bit cache takes the rows of a whole prompt.
-        let mut context = match cache {
-            LayerCache::Plain(_) => None,
-            LayerCache::Packed(_) => Some((
+        let format = format::find(self.setting.kv)?;
+        // A prompt attends rows beside a cache whose rows are no floats.
+        let mut context = if format.is_plain() {
+            None
+        } else {
+            Some((
                 LayerRows::new(driver, shape, Float::F32)?,
                 Positions::new(driver, shape, Limits::last(1))?,
-            )),
+            ))
         };
         let mut last = None;
         for (at, m) in [(0, first), (first, n - first)] {
             let part = self.part(at, m)?;
             positions.advance(m)?;
-            match &mut context {
-                Some((rows, own)) => {
-                    own.advance(m)?;
-                    rows.append(&part.keys, &part.values, m, own)?;
-                }
-                None => cache.append(&part.keys, &part.values, m, positions)?,
+            if let Some((rows, own)) = &mut context {
+                own.advance(m)?;
+                rows.append(&part.keys, &part.values, m, own)?;
             }
+            cache.extend(&part.keys, &part.values, m, positions)?;
             index.extend(&Chunk {
                 queries: part.queries(),
                 keys: part.keys(),
@@ -173,15 +175,19 @@ impl<'a> Layer<'a> {
             rows: &last.queries,
             m: last.m,
         };
-        let prompts = if context.is_some() || index.wants_prompts() {
+        let prompts = if format.needs_room() || index.wants_prompts() {
             Some(Prompts::new(driver, shape)?)
         } else {
             None
         };
-        if let (Some((rows, _)), Some(prompts), LayerCache::Packed(packed)) =
-            (&context, &prompts, &mut *cache)
-        {
-            prompts.pack(rows, queries, Layout::from(Center::Median), positions, packed)?;
+        if let Some((rows, _)) = &context {
+            cache.prompt(&Prompted {
+                rows,
+                queries,
+                layout: Layout::from(Center::Median),
+                positions,
+                room: prompts.as_ref(),
+            })?;
         }
         index.end_of_prompt(&WholePrompt {
             rows: rows_of(cache, context.as_ref())?,
@@ -197,9 +203,9 @@ impl<'a> Layer<'a> {
 
 /// Returns the rows that a prompt attends.
 fn rows_of<'s, 'd>(
-    cache: &'s LayerCache<'d>,
+    cache: &'s (dyn CudaRows + 'd),
     context: Option<&'s (LayerRows<'d>, Positions<'d>)>,
-) -> Result<&'s LayerRows<'d>> {
+) -> Result<&'s LayerRows<'s>> {
     let rows = context.map(|(rows, _)| rows).or(cache.plain());
     rows.ok_or_else(|| Error::internal("a prompt without rows"))
 }

@@ -8,7 +8,7 @@ use crate::compute::cuda::buffer::Buffer;
 use crate::compute::cuda::kernels;
 use crate::error::Result;
 use crate::kv::Limits;
-use crate::kv::cuda::attend::LayerRows;
+use crate::kv::cuda::float::LayerRows;
 use crate::kv::cuda::{Positions, Shape};
 use crate::method::topk::cuda::{BestByWeight, Weighed};
 

@@ -6,7 +6,7 @@ use rand_chacha::ChaCha8Rng;
 use super::SelfIndex;
 use crate::error::{Error, Result};
 use crate::kv::StaticSet;
-use crate::kv::cuda::cache::LayerCache;
+use crate::kv::cuda::rows::CudaRows;
 use crate::kv::cuda::signs::{FULL, Signs};
 use crate::kv::cuda::{CudaSelection, Positions, Rotated};
 use crate::kv::packed::{Center, Layout, sign_bytes};
@@ -32,7 +32,7 @@ struct SignIndex<'d> {
 
 impl CudaMethod for SelfIndexMethod {
     fn serves(&self, needs: &CudaNeeds) -> bool {
-        !needs.later_prompts && (!needs.packed || self.layout().full <= FULL)
+        !needs.later_prompts && (!needs.kv.keys.has_signs() || self.layout().full <= FULL)
     }
 
     fn indexes<'d>(&self, at: OnDevice<'d>, layers: &[ServedLayer]) -> Result<Indexes<'d>> {
@@ -64,12 +64,9 @@ impl CudaMethod for SelfIndexMethod {
 
 impl SignIndex<'_> {
     /// Returns the signs that the index holds, or else those that the cache holds.
-    fn signs<'s>(&'s self, cache: Option<&'s LayerCache<'_>>) -> Result<&'s Signs<'s>> {
-        match (&self.signs, cache) {
-            (Some(signs), _) => Ok(signs),
-            (None, Some(LayerCache::Packed(rows))) => Ok(&rows.signs),
-            _ => Err(Error::internal("CUDA: no signs of keys")),
-        }
+    fn signs<'s>(&'s self, cache: Option<&'s dyn CudaRows>) -> Result<&'s Signs<'s>> {
+        let signs = self.signs.as_ref().or(cache.and_then(|cache| cache.signs()));
+        signs.ok_or_else(|| Error::internal("CUDA: no signs of keys"))
     }
 }
 

@@ -9,7 +9,7 @@ use crate::compute::cuda::kernels;
 use crate::error::Result;
 use crate::kv::Limits;
 use crate::kv::cuda::best::Best;
-use crate::kv::cuda::cache::LayerCache;
+use crate::kv::cuda::rows::{CudaRows, StaticScores};
 use crate::kv::cuda::{Positions, SCAN, Shape};
 use crate::method::wpq::choose::REFINED;
 use crate::method::wpq::path::{ARC, MeanPath};
@@ -156,50 +156,15 @@ impl<'d> WpqWorkspace<'d> {
     pub(super) fn score_static(
         &self,
         queries: &Buffer<'_, f32>,
-        cache: &LayerCache<'_>,
+        cache: &dyn CudaRows,
         positions: &Positions<'_>,
     ) -> Result<()> {
-        let shape = &self.best.shape;
-        let (r, d, capacity, scale) = (shape.group, shape.head_dim, shape.capacity, shape.exponent());
-        let (queries, spans, parts) = (queries.ptr(), positions.spans.ptr(), self.parts.ptr());
-        let n_parts = 1 + self.best.selection.blocks;
-        match cache {
-            LayerCache::Plain(rows) => kernels::StaticScores {
-                queries,
-                keys: rows.keys.ptr().cast(),
-                spans,
-                parts,
-                scale,
-                kind: rows.kind(),
-                r,
-                d,
-                w: rows.shape.width(),
-                capacity,
-                n_parts,
-            }
-            .launch(self.driver, shape.grid(1)),
-            LayerCache::Packed(rows) => kernels::StaticScoresPacked {
-                queries,
-                signs: rows.signs.signs.ptr(),
-                key_bits: rows.bits[0].ptr().cast(),
-                key_params: rows.params[0].ptr().cast(),
-                centers: rows.signs.centers.ptr(),
-                alpha: rows.alpha.ptr(),
-                full: rows.signs.full.ptr(),
-                full_count: rows.signs.full_count.ptr(),
-                full_keys: rows.full[0].ptr().cast(),
-                spans,
-                parts,
-                scale,
-                r,
-                d,
-                pitch: rows.signs.pitch(),
-                capacity,
-                n_parts,
-                is_signed: usize::from(rows.is_signed),
-            }
-            .launch(self.driver, shape.grid(1)),
-        }
+        cache.score_static(&StaticScores {
+            queries,
+            positions,
+            parts: &self.parts,
+            n_parts: 1 + self.best.selection.blocks,
+        })
     }
 
     /// Copies the sort keys of every position after a step to the host, `[b,g,capacity]`: the bits of the probability
