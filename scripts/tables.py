@@ -393,6 +393,8 @@ def bits_table(document):
 
 # Bits per number of a format of rows, scales included, for heads of 64 channels.
 BITS = {"f32": 32, "f16": 16, "bf16": 16, "int8": 8.25, "int4": 4.5, "int2": 2.5}
+# How many rows of a cache are in 16 bits whatever its format: sinks and window of a format of few bits, rows of the prompt in `2bit`.
+IN_16_BITS = {"int4": 68, "int2": 68, "2bit": 64}
 
 
 def format_table(document):
@@ -401,11 +403,13 @@ def format_table(document):
     for row in document["rows"]:
         pair = dict(half.split("=") for half in row["kv"].split(",")) if "=" in row["kv"] else {"k": row["kv"], "v": row["kv"]}
         # Keys in 2 bits have signs as well.
-        bits = 3.5 if row["kv"] == "2bit" else (BITS[pair["k"]] + BITS[pair["v"]]) / 2
-        rows.append([f"`{row['kv']}`", f"{bits:.4g}", f"{row['kl']:.5f}" + spread(kl_interval(row), 5), f"{row['kl_p99']:.4f}", percent(row["top1_equal"])])
+        halves = [3.5 if row["kv"] == "2bit" else BITS[half] for half in pair.values()]
+        shares = [IN_16_BITS.get(half, 0) / document["length"] for half in pair.values()]
+        bits = np.mean(halves), np.mean([bits + (16 - bits) * share for bits, share in zip(halves, shares)])
+        rows.append([f"`{row['kv']}`", *(f"{number:.4g}" for number in bits), f"{row['kl']:.5f}" + spread(kl_interval(row), 5), f"{row['kl_p99']:.4f}", percent(row["top1_equal"])])
     works = ", ".join(dict.fromkeys(document["works"]))
     about = f"{document['blocks']} blocks of {document['length']:,} tokens ({works}), {document['steps']} steps.\n\n"
-    return about + filled(["`--kv`", "bits per number", "KL, nats (95%)", "99th percentile", "same top token"], rows)
+    return about + filled(["`--kv`", "bits per number", "with rows in 16 bits", "KL, nats (95%)", "99th percentile", "same top token"], rows)
 
 
 def format_time_table(document):

@@ -234,7 +234,7 @@ mod tests {
                     let more = (1 + number() as usize % most).min(n - first);
                     cache.extend(rows.slice(ndarray::s![first..first + more, ..]));
                     assert_eq!(cache.len(), first + more);
-                    if number() % 8 == 0 {
+                    if number().is_multiple_of(8) {
                         cache = cache.fork();
                     }
                     let (len, mut own, mut other) = (cache.len(), vec![0.0; d], vec![0.0; d]);
