@@ -325,7 +325,7 @@ pub trait Retriever: Fork + Send + Sync {
     /// query head has weights of zero, and the tail's weight is not counted.
     fn observe(&mut self, _step: &Step, _positions: &[u32], _weights: ArrayView2<f32>) {}
 
-    /// Returns whether the index itself, and not only the choice, depends on the budget of the run ([`Place::budget`]).
+    /// Returns whether the index itself, and not only the choice, depends on the budget of the run ([`Limits::budget`]).
     fn depends_on_budget(&self) -> bool {
         false
     }

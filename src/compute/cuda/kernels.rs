@@ -1,6 +1,6 @@
 //! The kernels of `kernels/*.cu`: their machine code (if `build.rs` found an nvcc), their source, and their launches.
 //!
-//! The launches are the structs of [`launches`](super::launches), whose fields are the kernels' parameters: a missing
+//! The launches are the structs of `launches`, whose fields are the kernels' parameters: a missing
 //! argument, or one of the wrong type, does not compile. Sizes and buffer lengths are not checked. The caller must choose
 //! them as the comment above the kernel says, which is why launches stay within this crate.
 
