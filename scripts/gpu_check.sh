@@ -249,7 +249,7 @@ model_of() {
     has_disk $((8 + $1 / 2)) || return 1
     rm -rf "$scratch/model"
     # shellcheck disable=SC2086
-    if ! timeout "$((20 + 4 * $1))" python3 make_random_model.py $shape "$scratch/model" --layers "$1" --tokens "$tokens" >"$scratch/log" 2>&1; then
+    if ! timeout "$((15 + 4 * $1))" python3 make_random_model.py $shape "$scratch/model" --layers "$1" --tokens "$tokens" >"$scratch/log" 2>&1; then
         note "$name" "not checked" "" "no model was written: $(tail -n 1 "$scratch/log")"
         return 1
     fi
