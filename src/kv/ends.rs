@@ -1,4 +1,4 @@
-//! Rows of a format of few bits, of which the first and the last stay in bf16: those that every step attends.
+//! Rows in a format of few bits, except sinks and window, which stay in bf16.
 
 use half::bf16;
 use ndarray::{Array2, ArrayView2, Axis};
@@ -10,8 +10,8 @@ use crate::compute::attention::{AHEAD, CachedRows, GroupQueries, OutputSums, Run
 /// Rows of which the first `sinks` and the last `window` are in bf16; the others, `packed`, are in another format.
 ///
 /// # Numerics
-/// A row is rounded to bf16 when it is appended, and packed from bf16 when it leaves the window, so that how many rows are
-/// appended at a time changes nothing.
+/// A row is rounded to bf16 when it is appended, and packed from bf16 when it leaves the window, so that nothing depends
+/// on how many rows are appended at a time.
 pub(super) struct WithEnds {
     d: usize,
     most_sinks: usize,
@@ -24,16 +24,16 @@ pub(super) struct WithEnds {
     stale: usize,
 }
 
-/// Some of the rows of [`WithEnds`], and the position of the first of them.
+/// Some of the rows of [`WithEnds`], and the positions that they cover.
 struct Segment<'a> {
     rows: &'a dyn CachedRows,
-    /// The position of row 0 of `rows`, which may be of another segment.
+    /// The position of row 0 of `rows`; in `recent`, that row may be packed already.
     first: usize,
     end: usize,
 }
 
 impl WithEnds {
-    /// Puts rows of d channels that `packed`, an empty cache, holds between sinks and window in bf16.
+    /// Makes an empty cache of rows of d channels; `packed`, which is empty too, is for the rows between sinks and window.
     pub fn new(d: usize, layout: Layout, packed: Box<dyn RowCache>) -> Self {
         let Layout { sinks, window, .. } = layout;
         Self {
@@ -89,14 +89,14 @@ impl WithEnds {
         self.recent.len() - self.stale
     }
 
-    /// Keeps the last `n` rows of `recent`.
+    /// Drops all but the last `n` rows of `recent`.
     fn keep(&mut self, n: usize) {
         self.recent = self.recent.last(n, 2 * self.window);
         self.stale = 0;
     }
 
-    /// Calls `each` for every segment that a run has rows of: with the segment's rows, the run with positions as these count
-    /// them, and the index of the run's first position there.
+    /// Calls `each` for every segment that has rows of a run: with its rows, its part of the run (positions relative to row 0),
+    /// and where that part begins in the run.
     fn split(&self, run: &Run, mut each: impl FnMut(&dyn CachedRows, &Run, usize)) {
         let mut at = 0;
         for Segment { rows, first, end } in self.segments() {
@@ -210,7 +210,7 @@ mod tests {
     use crate::kv::RowFormat;
     use crate::testing::{numbers, values};
 
-    /// Whatever is appended at a time, sinks and window are in bf16, and the others are packed from bf16.
+    /// However many rows are appended at a time, sinks and window are in bf16, and the others are packed from bf16.
     #[test]
     fn rows_are_packed_when_they_leave_the_window() {
         let (d, n) = (64, 400);

@@ -6,7 +6,7 @@ use ndarray::ArrayView1;
 use super::layout::Layout;
 use super::rows::{Format, Part, RowCache, RowForm, RowStore};
 use crate::compute::attention::lanes::Simd;
-use crate::compute::attention::{ChunkedRows, LANES, widen_f16};
+use crate::compute::attention::{ChunkedRows, LANES};
 use crate::float::f16_at_least;
 use crate::parameters::Word;
 use crate::prefetch::prefetch_row;
@@ -136,7 +136,7 @@ impl<'a> ChunkedRows for Codes<'a> {
                     .read();
                 (codes, f16::from_le_bytes(scale))
             };
-            *wide = simd.mul(simd.widen_i8(&codes), simd.splat(widen_f16(scale)));
+            *wide = simd.mul(simd.widen_i8(&codes), simd.splat_f16(scale));
         }
         wide
     }

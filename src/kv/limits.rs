@@ -1,4 +1,4 @@
-//! What bounds the positions that decode steps attend: the static set and the budget.
+//! Which positions decode steps attend: the static set, and how many others.
 
 use super::Budget;
 use super::static_set::{SINKS, StaticSet, WINDOW};
@@ -17,7 +17,7 @@ pub struct Limits {
 }
 
 impl Limits {
-    /// Returns limits with the usual static set, of layers without a sliding window.
+    /// Returns limits with the usual static set, for layers without a sliding window.
     pub fn new(budget: Budget) -> Self {
         Self {
             sinks: SINKS,
@@ -27,7 +27,7 @@ impl Limits {
         }
     }
 
-    /// Returns limits with a window only, for attention that chooses nothing.
+    /// Returns limits with a window only, for attention that chooses nothing; their budget is not used.
     pub fn last(window: usize) -> Self {
         Self {
             sinks: 0,
@@ -54,7 +54,7 @@ impl Limits {
         StaticSet::at(t, self.model_window, self.sinks, self.window)
     }
 
-    /// Returns the most positions that can be chosen in a cache of this capacity.
+    /// Returns a bound of at least 1 on the positions that are chosen in a cache of this capacity, which is not 0.
     pub(crate) fn most(&self, capacity: usize) -> usize {
         let visible = self.model_window.map_or(capacity, |w| w.min(capacity));
         self.budget.positions(visible).clamp(1, capacity)

@@ -12,7 +12,7 @@ use super::ends::WithEnds;
 use super::layout::Layout;
 use super::rows::{Format, Part, RowCache, RowForm, RowStore};
 use crate::compute::attention::lanes::Simd;
-use crate::compute::attention::{CachedRows, ChunkedRows, GroupQueries, LANES, OutputSums, Run, widen_f16};
+use crate::compute::attention::{CachedRows, ChunkedRows, GroupQueries, LANES, OutputSums, Run};
 use crate::float::{f16_at_least, saturating_f16};
 use crate::parameters::Word;
 use crate::prefetch::prefetch_row;
@@ -222,7 +222,7 @@ impl<'a, const BITS: usize> ChunkedRows for CodeRows<'a, BITS> {
             // SAFETY: as above.
             let codes = unsafe { row.as_ptr().add(2 * BITS * chunk) };
             *wide = if BITS == 4 {
-                let [step, offset] = pair.map(|x| simd.splat(widen_f16(x)));
+                let [step, offset] = pair.map(|x| simd.splat_f16(x));
                 // SAFETY: a chunk has eight bytes.
                 let codes = simd.widen_u4(unsafe { &*codes.cast::<[u8; 8]>() });
                 simd.add(simd.mul(codes, step), offset)

@@ -31,7 +31,7 @@ use crate::timing::{BenchHead, LayerSetting, bandwidth};
 /// The token that every step feeds.
 const TOKEN: u32 = 0;
 
-/// Times every combination of model, context and method.
+/// Times every combination of model, context, number of sequences, and method or head plan.
 pub(super) fn run(args: &ModelArgs, global: &Global) -> Result<()> {
     if let Some(name) = without(&args.methods, |_| true) {
         return Err(
@@ -89,7 +89,7 @@ pub(super) fn run(args: &ModelArgs, global: &Global) -> Result<()> {
 /// Reads the head plan, if there is one, for a model.
 ///
 /// # Errors
-/// A file that is no plan of such a model; a KV head whose steps cannot be timed.
+/// A file that is no plan for such a model; a KV head whose steps cannot be timed.
 fn planned(args: &ModelArgs, config: &ModelConfig) -> Result<Option<Plan>> {
     let Some(path) = &args.head_plan else {
         return Ok(None);
@@ -126,7 +126,7 @@ struct Served {
     /// What results name as the method.
     name: &'static str,
     plan: Plan,
-    /// Whether steps choose what they attend.
+    /// Whether its speed is compared with that of full attention.
     retrieves: bool,
 }
 
@@ -172,7 +172,7 @@ impl Served {
 }
 
 impl Timing<'_> {
-    /// Times every context and method with one model.
+    /// Times every context, number of sequences, and method or head plan with one model.
     fn all(&mut self, name: &str, forward: &CpuForward) -> Result<()> {
         let (args, c) = (self.args, &forward.decoder().config);
         let timed = args
@@ -291,17 +291,17 @@ fn check(args: &ModelArgs, c: &ModelConfig, plan: Option<&Plan>, weights: f64) -
     )
 }
 
-/// KV heads of a layer that are served in one way.
+/// KV heads of all layers that are served in the same way.
 struct Alike<'p> {
     plan: &'p HeadPlan,
     setting: LayerSetting,
     new: Box<NewHead>,
-    /// By the index of the KV head, the head that was drawn, if a layer has it, and in how many layers it is still missing.
+    /// For each index of a KV head: the head that was drawn for it, and how many layers still need it.
     drawn: Vec<(Option<BenchHead>, usize)>,
 }
 
-/// Makes the caches and indexes of all layers. A KV head is drawn once for each way in which it is served; the others are copies
-/// at other addresses.
+/// Makes the caches and indexes of all layers. For each way in which it is served, a KV head is drawn once; other layers get
+/// copies at other addresses.
 fn filled(plan: &Plan, args: &ModelArgs, layer: TimedLayer, group: usize) -> Result<Vec<Vec<FilledHead>>> {
     let limits = plan.limits(Budget::USUAL);
     let mut ways: Vec<Alike> = Vec::new();

@@ -58,6 +58,12 @@ pub trait Simd: Copy {
         self.load(&wide)
     }
 
+    /// Returns the value of an f16 in every lane.
+    #[inline(always)]
+    fn splat_f16(self, x: f16) -> Self::Vector {
+        self.splat(widen_f16(x))
+    }
+
     /// Widens numbers of 4 bits, exactly: first the lower halves of the bytes, then the upper halves.
     #[inline(always)]
     fn widen_u4(self, from: &[u8; LANES / 2]) -> Self::Vector {

@@ -25,7 +25,7 @@ pub fn holding(kv: KvType) -> Option<&'static dyn CudaFormat> {
 /// Returns the format that holds keys and values of this type.
 ///
 /// # Errors
-/// There is none.
+/// No format holds this type.
 pub fn find(kv: KvType) -> Result<&'static dyn CudaFormat> {
     holding(kv).ok_or_else(|| Error::internal(format!("CUDA: there is no cache of type {kv}")))
 }
@@ -33,7 +33,7 @@ pub fn find(kv: KvType) -> Result<&'static dyn CudaFormat> {
 /// Allocates the empty cache of a layer.
 ///
 /// # Errors
-/// Sizes or [formats](holding) that the kernels do not support; out of memory.
+/// Sizes that the kernels do not support; a type that no format [holds](holding); out of memory.
 pub fn cache<'d>(driver: &'d dyn Driver, shape: Shape, kv: KvType) -> Result<Box<dyn CudaRows + 'd>> {
     find(kv)?.cache(driver, shape)
 }
@@ -101,7 +101,7 @@ mod tests {
         }
     }
 
-    /// A prompt attends the rows of a plain cache; beside any other cache, it has rows of its own alone.
+    /// A prompt attends the rows of a plain cache. Beside any other cache, it has rows of its own, which the next prompt lacks.
     #[test]
     fn rows_that_are_not_plain_take_in_one_prompt() {
         for format in FORMATS {

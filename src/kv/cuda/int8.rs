@@ -1,4 +1,4 @@
-//! The cache in 8 bits on the GPU: the rows of the CPU's format `int8`, which attention reads as f32.
+//! The cache in 8 bits on the GPU: the codes and scales of the CPU's format `int8`, which attention widens to f32.
 
 use half::f16;
 
@@ -39,9 +39,9 @@ impl CudaFormat for Int8s {
 pub struct Int8Layer<'d> {
     driver: &'d dyn Driver,
     shape: Shape,
-    /// Codes from -127 to 127, `[b,g,capacity,d]` each.
+    /// Codes from -127 to 127 in two's complement, `[b,g,capacity,d]` each.
     pub codes: [Buffer<'d, u8>; 2],
-    /// A scale per 64 channels, `[b,g,capacity,groups]` each.
+    /// A scale per 64 channels, `[b,g,capacity,d / 64]` each, with d / 64 rounded up.
     pub scales: [Buffer<'d, f16>; 2],
 }
 

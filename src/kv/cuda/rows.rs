@@ -38,12 +38,12 @@ pub trait CudaFormat: Sync {
         0
     }
 
-    /// Returns whether the rows are floats, which a prompt attends and indexes rank by ([`CudaRows::plain`]).
+    /// Returns whether the rows are floats ([`CudaRows::plain`]): a prompt attends them, and indexes rank by them.
     fn is_plain(&self) -> bool {
         self.kv().float().is_some()
     }
 
-    /// Returns whether a cache takes in a single prompt, because a prompt does not attend its rows.
+    /// Returns whether a cache takes one prompt only, because a later prompt could not attend its rows.
     fn needs_one_prompt(&self) -> bool {
         !self.is_plain()
     }
@@ -53,7 +53,7 @@ pub trait CudaFormat: Sync {
         false
     }
 
-    /// Returns whether the cache can have this layout; only the 2-bit format has one.
+    /// Returns whether the format can have this layout; formats that do not use it can.
     fn holds(&self, _layout: &Layout) -> bool {
         true
     }
@@ -71,7 +71,7 @@ pub trait CudaRows {
     ) -> Result<()>;
 
     /// Stores the rows of a chunk of a prompt, as [`CudaRows::append`]; a cache that takes in prompts as a whole stores
-    /// nothing.
+    /// nothing here.
     fn extend(
         &self,
         keys: &Buffer<'_, f32>,
@@ -82,7 +82,7 @@ pub trait CudaRows {
         self.append(keys, values, m, positions)
     }
 
-    /// Takes in a prompt, after its last chunk; by default, the chunks were all.
+    /// Takes in a prompt, after its last chunk; by default, nothing is left to do.
     ///
     /// # Errors
     /// No room; a layout that the format does not [hold](CudaFormat::holds).
@@ -100,7 +100,7 @@ pub trait CudaRows {
         chosen: Option<&CudaSelection<'_>>,
     ) -> Result<()>;
 
-    /// Computes the softmax of a step's queries over the static set alone.
+    /// Computes the largest score and the sum of exponentials of each of a step's queries over the static set alone.
     fn score_static(&self, scores: &StaticScores<'_>) -> Result<()>;
 
     /// Returns the rows, if they are floats.

@@ -10,8 +10,8 @@ use crate::kv::{Budget, KvType};
 use crate::model::Sizes;
 
 impl Plan {
-    /// Serves all KV heads with the method, the budget, the row formats and the static set of the row that a verdict
-    /// recommends; `None` if it recommends nothing.
+    /// Serves all KV heads with the method and the budget that a verdict recommends, in the formats (bf16 if unknown) and with the
+    /// static set that it was measured with; `None` if it has no row that a run could take.
     ///
     /// # Errors
     /// This version does not know the method.
@@ -39,13 +39,13 @@ impl Plan {
     pub fn given(artifact: &Artifact) -> Result<Option<Self>> {
         let plan = Self::of_artifact(artifact)?;
         let verdict = artifact.manifest.quality.methods.as_ref();
-        // A row with a method that this version does not know is not repeated by a plan that it can read.
+        // If this version does not know the recommended method, no plan that it can read repeats it.
         let recommended = verdict.and_then(|verdict| Self::recommended(verdict, artifact.sizes).ok()?);
         Ok(plan.filter(|plan| recommended.as_ref() != Some(plan)))
     }
 
-    /// Returns what an artifact is to say of the methods after they were measured: a plan that it was [given](Plan::given)
-    /// stays, otherwise it is what the verdict recommends.
+    /// Returns a verdict with the head plan that an artifact gets with it: the plan that the artifact was
+    /// [given](Plan::given), else what the verdict recommends.
     ///
     /// # Errors
     /// As [`Plan::of_artifact`].

@@ -117,6 +117,12 @@ impl Simd for Avx512 {
     }
 
     #[inline(always)]
+    fn splat_f16(self, x: f16) -> __m512 {
+        // SAFETY: see the impl.
+        unsafe { _mm512_broadcastss_ps(widened(x)) }
+    }
+
+    #[inline(always)]
     fn widen_u4(self, from: &[u8; LANES / 2]) -> __m512 {
         // SAFETY: see the impl.
         unsafe {
@@ -192,6 +198,16 @@ unsafe fn levels([step, zero]: [f16; 2]) -> __m128 {
         );
         _mm_add_ps(_mm_mul_ps(_mm_setr_ps(0.0, 1.0, 2.0, 3.0), step), zero)
     }
+}
+
+/// Returns the value of an f16 in the lowest lane.
+///
+/// # Safety
+/// The machine has F16C.
+#[inline(always)]
+unsafe fn widened(x: f16) -> __m128 {
+    // SAFETY: the caller has the instructions.
+    unsafe { _mm_cvtph_ps(_mm_cvtsi32_si128(i32::from(x.to_bits()))) }
 }
 
 /// Returns the lower halves of eight bytes, and the upper halves, in the lowest eight bytes each.
@@ -322,6 +338,12 @@ impl Simd for Avx2 {
                 _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_srli_si128::<8>(codes))),
             ]
         }
+    }
+
+    #[inline(always)]
+    fn splat_f16(self, x: f16) -> [__m256; 2] {
+        // SAFETY: see the impl.
+        unsafe { [_mm256_broadcastss_ps(widened(x)); 2] }
     }
 
     #[inline(always)]
