@@ -339,7 +339,8 @@ class Pages(unittest.TestCase):
 
     def test_losses_of_formats_are_as_the_page_says(self):
         rows = {row["kv"]: row for row in documents.load("row-formats")["rows"]}
-        self.assertAlmostEqual(rows["k=int4,v=int8"]["kl"] / rows["k=int8,v=int4"]["kl"], 7, delta=0.5)
+        self.assertGreater(rows["k=int4,v=int8"]["kl"] / rows["k=int8,v=int4"]["kl"], 5)
+        self.assertAlmostEqual(rows["2bit"]["kl"] / rows["k=int4,v=int2"]["kl"], 13, delta=0.5)
         self.assertLess(tables.kl_interval(rows["k=int4,v=int2"])[1], tables.kl_interval(rows["2bit"])[0])
 
     def test_times_of_formats_are_medians_with_their_range(self):
@@ -459,7 +460,7 @@ class Reference(unittest.TestCase):
         steps = {(at, method): float(step) for at, method, step, _ in rows}
         short, long = ({method: full[at] / steps[at, method] for method in ("wpq", "selfindex", "a2ats")} for at in ("8,192 | 1", "131,072 | 1"))
         self.assertLess(max(short.values()), 1)
-        said = f"slower than full attention at 8K, {long['wpq']:.1f} (`wpq`) to {max(long.values()):.1f} times at 128K"
+        said = f"slower than full attention at 8K, and {long['wpq']:.1f} (`wpq`) to {max(long.values()):.1f} times as fast at 128K"
         self.assertIn(said, (render.ROOT / "README.md").read_text(encoding="utf-8"))
 
     def test_the_schema_describes_the_examples(self):
