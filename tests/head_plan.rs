@@ -215,6 +215,23 @@ fn a_plan_that_does_not_fit_is_refused() {
     .fails(2, "cannot be used with", "");
 }
 
+/// Sinks and window may have any number of rows, in caches that hold these rows in another way, too.
+#[test]
+fn sinks_and_window_may_be_larger_than_the_context() {
+    let scratch = Scratch::new();
+    let model = checkpoint("llama_default");
+    let prompt = scratch.tokens("prompt.json", &documents(&[90], 3));
+    let run = |most: u64| {
+        let limits = format!("--sinks {most} --window {most} --budget {most}");
+        let command = format!("run --model {model} --tokens {prompt} --max-new 3 --ignore-eos --json");
+        let files = format!("{command} --method topk --kv k=int4,v=int2 {limits}");
+        let out = kvsmith(&files).json();
+        (out["ids"].clone(), out["kv_bytes"].clone())
+    };
+    let (enough, most) = (run(200), run(u64::from(u32::MAX)));
+    assert_eq!(enough, most);
+}
+
 /// A batch is continued with the plan that it began with.
 #[test]
 fn a_batch_keeps_its_plan() {
@@ -371,7 +388,13 @@ fn an_artifact_keeps_a_plan() {
     // So does `eval`, unless it is told what to measure.
     let eval = format!("eval --model {model} --artifact {with} --tokens {tokens} --decode 8 --json");
     let rows = |more: &str| kvsmith(&format!("{eval} {more}")).json()["rows"].clone();
-    assert_eq!(rows("")[0]["method"], "plan");
+    let followed = kvsmith(&eval);
+    assert!(
+        followed.stderr.contains("head plan of the artifact"),
+        "{}",
+        followed.stderr
+    );
+    assert_eq!(followed.json()["rows"][0]["method"], "plan");
     assert_eq!(rows(""), rows(&format!("--head-plan {file}")));
     let named = rows("--methods topk");
     assert_eq!(

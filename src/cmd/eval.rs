@@ -16,7 +16,7 @@ use serde_json::{Value, json};
 
 use super::args::Global;
 use super::named::Named;
-use super::reading::Reading;
+use super::reading::{Reading, note_of_plan};
 use super::{device_for, merge, open_model, print, print_json};
 use crate::artifact::Artifact;
 use crate::error::{Error, Result};
@@ -65,6 +65,9 @@ fn eval(args: &Args, follows: Option<&Artifact>, global: &Global) -> Result<()> 
     let head_plan = args
         .reading
         .head_plan((None, None), decoder.config.sizes(), follows, global)?;
+    if let Some(plan) = head_plan.as_ref().filter(|_| follows.is_some()) {
+        note_of_plan(plan, "--methods", log);
+    }
     let planned = head_plan.iter().flat_map(Plan::methods);
     let named: Vec<MethodName> = args.named().map(|named| named.method).chain(planned).collect();
     args.reading.warn_of_unused(&named, head_plan.as_ref(), global);

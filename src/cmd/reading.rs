@@ -361,6 +361,14 @@ impl Reading {
     }
 }
 
+/// Says that the head plan of the artifact is followed, and which flags choose otherwise.
+pub(super) fn note_of_plan(plan: &Plan, flags: &str, log: Log) {
+    log.note(&format!(
+        "head plan of the artifact: {}; use {flags} to choose otherwise",
+        plan.text()
+    ));
+}
+
 /// Reads a head plan from a file of JSON.
 ///
 /// # Errors

@@ -17,6 +17,7 @@ use std::path::PathBuf;
 
 pub use self::args::Args;
 use super::args::Global;
+use super::reading::note_of_plan;
 use super::{device_for, open_model};
 use crate::artifact::{Artifact, Verdict};
 use crate::cmd::terminal::Log;
@@ -76,10 +77,7 @@ pub fn run(args: &Args, global: &Global) -> Result<()> {
         global,
     )?;
     if let Some(plan) = plan.as_ref().filter(|_| !args.reading.has_plan()) {
-        log.note(&format!(
-            "head plan of the artifact: {}; use --method and --budget to choose otherwise",
-            plan.text()
-        ));
+        note_of_plan(plan, "--method and --budget", log);
     }
     let ask = Ask {
         plan: plan.as_ref(),

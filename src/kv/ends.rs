@@ -40,9 +40,10 @@ impl WithEnds {
             d,
             most_sinks: sinks,
             window,
-            sinks: RowStore::new(d, sinks),
+            // Sinks and window may be larger than any context.
+            sinks: RowStore::new(d, 0),
             packed,
-            recent: RowStore::new(d, 2 * window),
+            recent: RowStore::new(d, 0),
             stale: 0,
         }
     }

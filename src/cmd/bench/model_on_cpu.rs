@@ -55,12 +55,14 @@ pub(super) fn run(args: &ModelArgs, global: &Global) -> Result<()> {
         .iter()
         .map(|(_, decoder)| (&decoder.config, 0.0))
         .chain(shapes);
-    let mut asked = args.methods.clone();
+    let (mut asked, mut plans) = (args.methods.clone(), Vec::new());
     for (config, weights) in shapes {
         let planned = planned(args, config)?;
         check(args, config, planned.as_ref(), weights)?;
         asked.extend(planned.iter().flat_map(Plan::methods));
+        plans.push(planned);
     }
+    let mut plans = plans.into_iter().flatten();
     warn_of_unused(&asked, global);
     let mut timing = Timing {
         args,
@@ -74,13 +76,13 @@ pub(super) fn run(args: &ModelArgs, global: &Global) -> Result<()> {
         timing.bandwidth
     ));
     let outcome = match &opened {
-        Some((name, decoder)) => timing.all(name, &CpuForward::new(decoder)?),
+        Some((name, decoder)) => timing.all(name, &CpuForward::new(decoder)?, plans.next()),
         None => drawn.into_iter().try_for_each(|(name, config)| {
             let decoder = random::decoder(config)?.rounded(quant)?;
             let layers =
                 (0..decoder.config.n_layers()).map(|i| random::layer(&decoder.config, i)?.rounded(quant));
             let forward = CpuForward::with_layers(&decoder, layers.collect::<Result<_>>()?);
-            timing.all(&name, &forward)
+            timing.all(&name, &forward, plans.next())
         }),
     };
     timing.results.finish_after(outcome)
@@ -173,7 +175,7 @@ impl Served {
 
 impl Timing<'_> {
     /// Times every context, number of sequences, and method or head plan with one model.
-    fn all(&mut self, name: &str, forward: &CpuForward) -> Result<()> {
+    fn all(&mut self, name: &str, forward: &CpuForward, planned: Option<Plan>) -> Result<()> {
         let (args, c) = (self.args, &forward.decoder().config);
         let timed = args
             .methods
@@ -182,7 +184,7 @@ impl Timing<'_> {
         let mut all: Vec<Served> = timed
             .map(|(method, bench)| Served::alike(method, bench, args, c))
             .collect();
-        all.extend(planned(args, c)?.map(Served::planned));
+        all.extend(planned.map(Served::planned));
         for &context in &args.context {
             for &sequences in &args.caches.batch {
                 for served in &all {

@@ -101,14 +101,6 @@ mod tests {
         }
     }
 
-    /// A prompt attends the rows of a plain cache. Beside any other cache, it has rows of its own, which the next prompt lacks.
-    #[test]
-    fn rows_that_are_not_plain_take_in_one_prompt() {
-        for format in FORMATS {
-            assert_eq!(format.is_plain(), !format.needs_one_prompt(), "{}", format.kv());
-        }
-    }
-
     #[test]
     fn a_position_takes_at_least_the_bytes_of_its_rows() {
         for format in FORMATS {
