@@ -154,6 +154,11 @@ pub trait Bench: Sync {
         false
     }
 
+    /// Returns whether the index on a GPU ranks cached rows, which have to be floats.
+    fn ranks_floats_on_cuda(&self) -> bool {
+        false
+    }
+
     /// Returns whether the method implements [`Ranking::Plain`].
     fn has_plain_ranking(&self) -> bool {
         false

@@ -16,6 +16,7 @@ pub mod h2o;
 pub mod lfps;
 pub mod named;
 pub mod params;
+mod per_head;
 pub mod plan;
 pub mod pqcache;
 pub mod quest;

@@ -6,13 +6,13 @@ use serde_json::{Map, Value};
 
 use super::bench::{Bench, BenchParams};
 use super::declaration::{Ask, Declaration, InVerdict};
+use super::per_head::PerHead;
 use super::{
-    Method, MethodPart, Place, Retriever, a2ats, ctkvr, doublesparsity, full, h2o, lfps, pqcache, quest,
-    random, randsign, selfindex, snapkv, streaming, topk, triattention, wpq,
+    Method, a2ats, ctkvr, doublesparsity, full, h2o, lfps, pqcache, quest, random, randsign, selfindex,
+    snapkv, streaming, topk, triattention, wpq,
 };
 use crate::artifact::Artifact;
 use crate::error::Result;
-use crate::model::Sizes;
 
 /// All methods, in the order of the help. The default is the first method whose section the artifact has.
 pub static METHODS: &[MethodName] = &[
@@ -92,62 +92,23 @@ impl MethodName {
             Some((artifact, name)) => artifact.section(name)?.constant_heads(),
             None => Vec::new(),
         };
-        Ok(if constant.is_empty() {
-            method
-        } else {
-            Box::new(FullIn {
-                heads: constant,
-                method,
-                full: (FULL.0.prepare)(ask)?,
-                sizes: ask.sizes,
-            })
-        })
+        if constant.is_empty() {
+            return Ok(method);
+        }
+        let index = |layer: usize, kv_head: usize| usize::from(constant.contains(&(layer, kv_head)));
+        let of_layer = |layer| (0..ask.sizes.n_kv_heads).map(|c| index(layer, c)).collect();
+        Ok(Box::new(PerHead {
+            methods: vec![method, (FULL.0.prepare)(ask)?],
+            indices: (0..ask.sizes.n_layers).map(of_layer).collect(),
+            own: None,
+            constant,
+        }))
     }
 
     /// Returns the artifact and the name of the method's section, if the artifact has that section.
     pub fn section(self, artifact: Option<&Artifact>) -> Option<(&Artifact, &'static str)> {
         let named = artifact.zip(self.0.section);
         named.filter(|(artifact, section)| artifact.has(section))
-    }
-}
-
-/// A method that full attention replaces in some heads.
-struct FullIn {
-    /// The replaced heads as (layer, KV head).
-    heads: Vec<(usize, usize)>,
-    method: Box<dyn Method>,
-    full: Box<dyn Method>,
-    sizes: Sizes,
-}
-
-impl Method for FullIn {
-    fn head(&self, place: &Place) -> Box<dyn Retriever> {
-        if self.heads.contains(&(place.layer, place.kv_head)) {
-            Box::new(full::Full)
-        } else {
-            self.method.head(place)
-        }
-    }
-
-    fn full_heads(&self) -> &[(usize, usize)] {
-        &self.heads
-    }
-
-    fn parts(&self) -> Vec<MethodPart<'_>> {
-        let part = |method, is_full: bool| {
-            let of_layer = |layer| {
-                let heads = 0..self.sizes.n_kv_heads;
-                heads
-                    .filter(|head| self.heads.contains(&(layer, *head)) == is_full)
-                    .collect()
-            };
-            MethodPart {
-                method,
-                own: None,
-                heads: (0..self.sizes.n_layers).map(of_layer).collect(),
-            }
-        };
-        vec![part(self.method.as_ref(), false), part(self.full.as_ref(), true)]
     }
 }
 

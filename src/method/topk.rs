@@ -63,6 +63,10 @@ impl Bench for TopK {
         TimedOnCuda::Model
     }
 
+    fn ranks_floats_on_cuda(&self) -> bool {
+        true
+    }
+
     fn heads(&self, _: &TimedLayer, _: &BenchParams) -> Result<Box<NewHead>> {
         Ok(Box::new(|_, _| (Box::new(TopK), Fill::Nothing)))
     }

@@ -2,14 +2,12 @@
 
 use serde_json::{Map, Value};
 
-use super::super::cuda::CudaMethod;
+use super::super::Method;
 use super::super::declaration::Ask;
 use super::super::named::Named;
-use super::super::tail::Tail;
-use super::super::{Method, MethodPart, Place, Retriever};
-use super::{Plan, at};
+use super::super::per_head::PerHead;
+use super::{HeadPlan, Plan, at};
 use crate::error::Result;
-use crate::kv::{Budget, KvType};
 
 impl Plan {
     /// Prepares the methods of all KV heads; budgets and row formats are those of the plan, whatever those of the session.
@@ -43,76 +41,12 @@ impl Plan {
             .map(|(layer, kv_head, _)| (layer, kv_head))
             .filter(|&(layer, kv_head)| is_constant(indices[layer][kv_head], layer, kv_head))
             .collect();
-        Ok(Box::new(Planned {
-            plan: self,
+        let own = |heads: &Vec<HeadPlan>| heads.iter().map(|head| (head.budget, head.kv)).collect();
+        Ok(Box::new(PerHead {
+            own: Some(self.layers.iter().map(own).collect()),
             methods,
             indices,
             constant,
         }))
-    }
-}
-
-/// The methods of a plan.
-struct Planned {
-    plan: Plan,
-    methods: Vec<Box<dyn Method>>,
-    /// The index among `methods` of that of each KV head of each layer.
-    indices: Vec<Vec<usize>>,
-    /// The layer and the index of the KV heads that full attention serves in place of their methods.
-    constant: Vec<(usize, usize)>,
-}
-
-impl Planned {
-    fn method(&self, place: &Place) -> &dyn Method {
-        self.methods[self.indices[place.layer][place.kv_head]].as_ref()
-    }
-}
-
-impl Method for Planned {
-    fn head(&self, place: &Place) -> Box<dyn Retriever> {
-        self.method(place).head(place)
-    }
-
-    fn full_heads(&self) -> &[(usize, usize)] {
-        &self.constant
-    }
-
-    /// If all KV heads are served alike, those of a session have to be those of the plan.
-    fn cuda(&self) -> Option<&dyn CudaMethod> {
-        let same = self.plan.same().is_some();
-        self.methods.first().filter(|_| same)?.cuda()
-    }
-
-    fn own(&self, layer: usize, kv_head: usize) -> Option<(Budget, KvType)> {
-        let head = &self.plan.layers[layer][kv_head];
-        Some((head.budget, head.kv))
-    }
-
-    /// One part, if all KV heads are served alike.
-    fn parts(&self) -> Vec<MethodPart<'_>> {
-        let mut parts: Vec<MethodPart<'_>> = Vec::new();
-        // KV heads of the same method, budget and formats; those that full attention serves instead are apart.
-        let mut known: Vec<(usize, Budget, KvType, usize)> = Vec::new();
-        for (layer, kv_head, head) in self.plan.heads() {
-            let index = self.indices[layer][kv_head];
-            let own = self.methods[index].parts();
-            let within = own.iter().position(|part| part.heads[layer].contains(&kv_head));
-            let key = (index, head.budget, head.kv, within.unwrap_or(0));
-            let place = known.iter().position(|other| *other == key).unwrap_or_else(|| {
-                known.push(key);
-                parts.push(MethodPart {
-                    method: within.map_or(self.methods[index].as_ref(), |within| own[within].method),
-                    own: Some((head.budget, head.kv)),
-                    heads: vec![Vec::new(); self.plan.layers.len()],
-                });
-                parts.len() - 1
-            });
-            parts[place].heads[layer].push(kv_head);
-        }
-        parts
-    }
-
-    fn tail(&self, place: &Place) -> Option<Tail> {
-        self.method(place).tail(place)
     }
 }
