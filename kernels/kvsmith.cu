@@ -1,8 +1,8 @@
 // All kernels as one translation unit.
 #include "assignment.cu"
 #include "attend.cu"
-#include "attend_float.cu"
 #include "attend_packed.cu"
+#include "attend_rows.cu"
 #include "bench.cu"
 #include "best.cu"
 #include "channel_statistic.cu"

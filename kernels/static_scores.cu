@@ -1,16 +1,8 @@
-// The softmax over the static set of rows in float types and in 2 bits; see static_scores.h.
+// The softmax over the static set of rows that do not depend on one another (rows.h), and of rows in 2 bits; see
+// static_scores.h.
 #include "packed.h"
+#include "rows.h"
 #include "static_scores.h"
-#include "tensor.h"
-
-// Keys `[b,g,capacity,w]` of a float type; see load_eight.
-struct FloatKeys {
-    const void* keys;
-    u64 first;
-    u32 kind, w;
-
-    DEVICE void load(float (&out)[8], u32 p, u32 c) const { load_eight(out, keys, (first + p) * w + c, kind); }
-};
 
 // Keys in 2 bits, with the center added.
 struct PackedKeys {
@@ -32,11 +24,10 @@ UNROLL
     }
 };
 
-KERNEL(256, 1, static_scores, const float* queries, const void* keys, const u32* spans, float* parts, float scale,
-       u32 kind, u32 r, u32 d, u32 w, u32 capacity, u32 n_parts) {
+KERNEL(256, 1, static_scores, const float* queries, const void* keys, OPTIONAL const u16* key_scales, const u32* spans,
+       float* parts, float scale, u32 kind, u32 r, u32 d, u32 w, u32 capacity, u32 n_parts) {
     wait_for_earlier();
-    u64 first = (u64)(blockIdx.z * gridDim.y + blockIdx.y) * capacity;
-    FloatKeys rows = {keys, first, kind, w};
+    CachedRows rows(keys, key_scales, kind, d, w, capacity);
     static_softmax(rows, queries, spans, parts, scale, r, d, w, n_parts);
 }
 

@@ -180,6 +180,8 @@ fn what_cannot_be_timed_is_refused() {
     .fails(2, "--model", "--config");
     kvsmith("bench decode --methods lfps --device cuda").fails(2, "lfps", "a2ats");
     kvsmith("bench decode --kv 2bit --device cuda").fails(2, "2bit", "--device cpu");
+    kvsmith("bench decode --kv k=int8,v=int4 --device cuda").fails(2, "k=int8,v=int4", "--device cpu");
+    kvsmith("bench decode --kv int8 --methods full,topk --device cuda").fails(2, "topk", "--device cpu");
 }
 
 /// On the CPU, a whole model is timed with the steps of `run`: what is read is what `run` reads of as many positions.

@@ -27,6 +27,10 @@ pub fn one_layer(driver: &Path) {
             assert!(number(row, "median_s") > 0.0, "{row}");
         }
     }
+    let arguments =
+        "--json --device cuda --shapes 4/2x64 --context 300 --size 32 --runs 1 --kv k=int8,v=bf16";
+    let json = run(driver, &format!("attend {arguments}")).json();
+    assert_eq!(rows(&json).len(), 4);
     // It chooses with the help of the cache's rows, which `retrieve` has not on a GPU.
     run(
         driver,
@@ -59,9 +63,15 @@ pub fn decode(driver: &Path) {
         ]
         .repeat(2)
     );
+    let arguments = "--context 200 --methods full,a2ats,selfindex,wpq --kv int8";
+    let bytes = decode_steps(driver, arguments).json();
     // Two layers of 4/2 heads of 128, 16 channels within and 16 between them, 96 tokens, in bf16; keys and values.
     let weights = 2 * (2 * 16 * (8 * 128 + 4 * 128 + 3 * 16) + 96 * 16);
     let position = 2 * 2 * 2 * 128 * 2;
+    let of_full = number(&bytes["rows"][0], "bytes");
+    assert_eq!(bytes["rows"].as_array().unwrap().len(), 4);
+    // A byte for each channel, and two scales of two bytes.
+    assert_eq!(of_full, f64::from(weights + 200 * 2 * 2 * 2 * (128 + 4)));
     for (row, batch) in rows.iter().zip([1, 1, 1, 1, 1, 2, 2, 2, 2, 2]) {
         let number = |name: &str| row[name].as_f64().filter(|v| v.is_finite() && *v > 0.0);
         let number = |name: &str| number(name).unwrap_or_else(|| panic!("{name} of {row}"));

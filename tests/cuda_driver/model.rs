@@ -241,6 +241,8 @@ pub fn run_rounded(driver: &Path) {
         ("wpq", "2bit"),
         ("wpq", "int8"),
         ("full", "int8"),
+        ("full", "k=bf16,v=int8"),
+        ("wpq", "k=int8,v=f16"),
     ] {
         let cuda = run(&format!(
             "--device cuda --method {method} --kv {kv} --precision f32"

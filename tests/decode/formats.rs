@@ -3,13 +3,13 @@
 use kvsmith::internal::compute::cuda::driver::Driver;
 use kvsmith::internal::compute::cuda::ledger::Ledger;
 use kvsmith::internal::kv::cuda::Shape;
-use kvsmith::internal::kv::cuda::format::FORMATS;
+use kvsmith::internal::kv::cuda::format::formats;
 
 /// Bytes by which the arrays of a cache may be larger together, as each takes a multiple of 512.
 const ROUNDING: usize = 16 * 512;
 
 pub fn check(driver: &dyn Driver) {
-    for format in FORMATS {
+    for format in formats() {
         for head_dim in [64, 96, 128] {
             let shape = Shape {
                 sequences: 1,

@@ -14,11 +14,11 @@ mod formats;
 #[path = "../backends/gpus.rs"]
 mod gpus;
 mod held;
-mod int8;
 mod lfps;
 mod linear;
 mod not_finite;
 mod packed;
+mod pairs;
 mod prefill;
 mod prompt;
 mod sample;
@@ -46,7 +46,7 @@ fn main() -> ExitCode {
         [
             trials("attend", attend::cases(), attend::check),
             trials("attend_packed", packed::cases(), packed::check),
-            trials("int8", int8::cases(), int8::check),
+            trials("pairs", pairs::cases(), pairs::check),
             trials("not_finite", not_finite::cases(), not_finite::check),
             trials(
                 "not_finite_packed",

@@ -3,14 +3,13 @@
 use rand::SeedableRng;
 use rand_chacha::ChaCha8Rng;
 
-use super::layer_step::float;
 use super::report::{measure, median};
 use crate::compute::cuda::buffer::Buffer;
 use crate::compute::cuda::driver::{Driver, Recording};
 use crate::compute::cuda::fill::ReadLoop;
 use crate::error::Result;
 use crate::kv::cuda::attend::Attention;
-use crate::kv::cuda::float::LayerRows;
+use crate::kv::cuda::format;
 use crate::kv::cuda::rows::CudaRows;
 use crate::kv::cuda::{Positions, Rotated, Shape};
 use crate::method::bench::Contents;
@@ -38,7 +37,7 @@ pub fn bandwidth(driver: &dyn Driver, runs: usize) -> Result<f64> {
 /// One copy of a layer's data.
 struct LayerCopy<'d> {
     index: Box<dyn CudaIndex + 'd>,
-    rows: Option<LayerRows<'d>>,
+    rows: Option<Box<dyn CudaRows + 'd>>,
 }
 
 /// Decode steps of one layer, launched on its copies in turn and recorded, as the steps of a session are.
@@ -60,7 +59,7 @@ impl<'d> CudaSteps<'d> {
     /// There is too little GPU memory, or the kernels do not support these sizes.
     pub fn new(driver: &'d dyn Driver, setting: &LayerSetting) -> Result<Self> {
         let layer = setting.layer;
-        let float = float(setting.kv)?;
+        let format = format::find(setting.kv)?;
         let shape = Shape {
             sequences: layer.sequences,
             kv_heads: layer.kv_heads,
@@ -90,7 +89,7 @@ impl<'d> CudaSteps<'d> {
         let indexes = setting.bench.indexes(at, &contents)?;
         let copies = indexes.into_iter().zip(seeds).map(|(index, seed)| {
             let rows = if setting.attends {
-                Some(LayerRows::new(driver, shape, float)?)
+                Some(format.cache(driver, shape)?)
             } else {
                 None
             };
@@ -131,7 +130,7 @@ impl<'d> CudaSteps<'d> {
                 pre: &self.queries,
                 rope: &self.queries,
             },
-            cache: layer.rows.as_ref().map(|rows| rows as &dyn CudaRows),
+            cache: layer.rows.as_deref(),
             positions: &self.positions,
         };
         let chosen = layer.index.select(&step)?;

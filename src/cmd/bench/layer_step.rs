@@ -16,10 +16,11 @@ use crate::compute::DeviceKind;
 use crate::compute::cuda::Cuda;
 use crate::env;
 use crate::error::{Error, Result};
-use crate::float::Float;
+use crate::kv::cuda::format;
+use crate::kv::cuda::rows::CudaFormat;
 use crate::kv::{Budget, KvType, Limits};
 use crate::method::Ranking;
-use crate::method::bench::TimedLayer;
+use crate::method::bench::{Bench, TimedLayer};
 use crate::method::registry::MethodName;
 use crate::numbers::plain;
 use crate::runner::DecodeOptions;
@@ -81,11 +82,21 @@ impl Caches {
     }
 }
 
-/// Returns the element type of cached rows on a GPU; fails for rows that are not of one float type.
-pub fn float(kv: KvType) -> Result<Float> {
-    let refused =
-        || Error::usage(format!("`bench` supports --kv {kv} on the CPU only")).hint("use --device cpu");
-    kv.float().ok_or_else(refused)
+/// Returns the format of random rows on a GPU for these methods.
+///
+/// # Errors
+/// Rows that cannot be on a GPU, or that only a prompt gives; a method whose index there reads rows of floats, with others.
+pub fn gpu_format(kv: KvType, methods: &[MethodName]) -> Result<&'static dyn CudaFormat> {
+    let refused = |what: String| Error::usage(what).hint("use --device cpu");
+    let reads = |method: &&MethodName| method.bench().is_some_and(Bench::ranks_floats_on_cuda);
+    if let Some(method) = methods.iter().find(reads).filter(|_| kv.float().is_none()) {
+        let name = method.as_str();
+        return Err(refused(format!(
+            "`bench` supports --kv {kv} with method `{name}` on the CPU only"
+        )));
+    }
+    let format = format::holding(kv).filter(|format| format.has_random_rows());
+    format.ok_or_else(|| refused(format!("`bench` supports --kv {kv} on the CPU only")))
 }
 
 /// Parses the query heads, KV heads and channels of a layer: a model's, or numbers as in 32/8x128.
@@ -139,7 +150,7 @@ fn open_cuda(args: &LayerArgs, global: &Global) -> Result<Option<Cuda>> {
             Err(error.hint("use --device cpu or --device cuda"))
         }
         DeviceKind::Cuda => {
-            float(args.caches.kv)?;
+            gpu_format(args.caches.kv, &args.methods)?;
             global.open_cuda().map(Some)
         }
         _ => Ok(None),

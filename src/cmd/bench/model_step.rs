@@ -5,7 +5,7 @@ use std::path::PathBuf;
 use clap::builder::PossibleValuesParser;
 use serde_json::json;
 
-use super::layer_step::{Caches, float, parse_context};
+use super::layer_step::{Caches, gpu_format, parse_context};
 use super::report::{Results, Times, against_read_loop, measure};
 use super::timed::{listed, methods, warn_of_unused, without};
 use super::{cuda_step, model_on_cpu};
@@ -157,7 +157,7 @@ fn settings<'a>(args: &'a ModelArgs, global: &Global) -> Result<Vec<ModelSetting
                 .hint(format!("--methods accepts {}", listed(&methods(on_cuda)))),
         );
     }
-    float(args.caches.kv)?;
+    gpu_format(args.caches.kv, &args.methods)?;
     // The top bit stays clear, since small numbers are added to the seed.
     let all = combinations(args, global.seed as u32 & (u32::MAX >> 1))?;
     all.iter().try_for_each(ModelSetting::check)?;

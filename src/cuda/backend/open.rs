@@ -106,9 +106,7 @@ impl<'a> CudaBackend<'a> {
         };
         let mut backend = Self::with(body, options, sequences, context + steps, &[space])?;
         for (i, part) in backend.layers.iter().flatten().enumerate() {
-            if let Some(rows) = part.cache.plain() {
-                rows.fill(seed + 8 * i as u32 + 4)?;
-            }
+            part.cache.fill(seed + 8 * i as u32 + 4)?;
         }
         backend.model.windows.set(&vec![context as u32; sequences])?;
         Ok(backend)

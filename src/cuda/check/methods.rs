@@ -10,7 +10,7 @@ use rand_chacha::ChaCha8Rng;
 use super::case::{Case, normal, normals, rng};
 use super::choices::{self, Setting};
 use crate::error::{Error, Result};
-use crate::kv::KvType;
+use crate::kv::{KvType, RowFormat};
 use crate::method::Method;
 use crate::method::declaration::Ask;
 use crate::method::params::MethodParams;
@@ -23,6 +23,12 @@ const AREA: &str = "methods";
 
 /// KV heads, and query heads per KV head.
 const HEADS: [usize; 2] = [2, 4];
+
+/// Keys and values in two formats.
+const PAIR: KvType = KvType {
+    keys: RowFormat::INT8,
+    values: RowFormat::BF16,
+};
 
 /// Positions of a prompt that a scan covers with several blocks.
 const LONG: usize = 2500;
@@ -65,6 +71,7 @@ pub fn cases() -> Vec<Case> {
         ("wpq", KvType::BF16, 128, 300),
         ("wpq", KvType::TWO_BIT, 64, 300),
         ("wpq", KvType::INT8, 80, 300),
+        ("wpq", PAIR, 64, 300),
         ("wpq", KvType::F32, 64, 300),
         ("wpq around the mean with 256 words", KvType::F16, 64, 300),
         // Several blocks of positions.

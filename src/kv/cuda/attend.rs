@@ -1,11 +1,11 @@
 //! Attention of a decode step over cached rows: all visible ones, or the static set and a [`CudaSelection`].
 
+use super::pair::{Pair, Stored};
 use super::{CudaSelection, Positions, Shape};
 use crate::compute::cuda::buffer::{Buffer, Ptr};
 use crate::compute::cuda::driver::Driver;
-use crate::compute::cuda::kernels;
+use crate::compute::cuda::kernels::{self, Kernel};
 use crate::error::{Error, Result};
-use crate::kv::KvType;
 
 /// Positions per tile.
 const TILE: usize = 64;
@@ -34,9 +34,9 @@ pub(super) fn f32_bytes(shape: &Shape) -> usize {
     4 * (r * w + TILE * (w + 1) + r * TILE)
 }
 
-/// A format, and the blocks of its kernel that the device runs at the same time.
-pub(super) struct FormatPlaces {
-    pub kv: KvType,
+/// A kernel that attends, and how many of its blocks the device runs at the same time.
+pub(super) struct KernelPlaces {
+    pub kernel: &'static Kernel,
     pub places: usize,
 }
 
@@ -63,8 +63,8 @@ pub(super) struct Launched<'b> {
 pub struct Attention<'d> {
     driver: &'d dyn Driver,
     shape: Shape,
-    /// Most blocks that share a KV head, for each format.
-    parts: Vec<(KvType, usize)>,
+    /// Most blocks that share a KV head, for each kernel, by its name.
+    parts: Vec<(&'static str, usize)>,
     /// Padded queries, `[b,h,w]`.
     pub(super) queries: Buffer<'d, f32>,
     /// Output of each block, `[b,g,parts,r,w]`.
@@ -78,21 +78,21 @@ pub struct Attention<'d> {
 }
 
 impl<'d> Attention<'d> {
-    /// Allocates the buffers of one step over rows of these formats.
+    /// Allocates the buffers of one step with any of these kernels.
     ///
     /// # Errors
     /// Sizes that the kernels do not support; out of memory.
-    pub(super) fn with(driver: &'d dyn Driver, shape: Shape, formats: &[FormatPlaces]) -> Result<Self> {
+    pub(super) fn with(driver: &'d dyn Driver, shape: Shape, kernels: &[KernelPlaces]) -> Result<Self> {
         let shape = shape.checked()?;
         let (h, w) = (shape.query_heads(), shape.width());
         let tiles = shape.capacity.div_ceil(TILE);
-        let of = |format: &FormatPlaces| (format.kv, parts(format.places, shape.heads(), tiles));
-        let by_format: Vec<(KvType, usize)> = formats.iter().map(of).collect();
-        let parts = by_format.iter().map(|(_, parts)| *parts).max().unwrap_or(1);
+        let of = |kernel: &KernelPlaces| (kernel.kernel.name, parts(kernel.places, shape.heads(), tiles));
+        let by_kernel: Vec<(&str, usize)> = kernels.iter().map(of).collect();
+        let parts = by_kernel.iter().map(|(_, parts)| *parts).max().unwrap_or(1);
         Ok(Self {
             driver,
             shape,
-            parts: by_format,
+            parts: by_kernel,
             queries: Buffer::new(driver, "queries", h * w)?,
             outs: Buffer::new(driver, "partial outputs", h * parts * w)?,
             sums: Buffer::new(driver, "partial sums", h * parts * 2)?,
@@ -107,20 +107,20 @@ impl<'d> Attention<'d> {
     }
 
     /// Attends rotated queries `[b,h,d]` over the static set and the chosen positions, or over all visible ones:
-    /// `launch` starts the kernel of the format `kv`.
+    /// `launch` starts this kernel.
     ///
     /// # Errors
-    /// A format that the buffers are not for; what `launch` returns.
+    /// A kernel that the buffers are not for; what `launch` returns.
     pub(super) fn step(
         &self,
-        kv: KvType,
+        kernel: &Kernel,
         queries: &Buffer<'_, f32>,
         positions: &Positions<'_>,
         chosen: Option<&CudaSelection<'_>>,
         launch: impl FnOnce(Launched<'_>) -> Result<()>,
     ) -> Result<()> {
         let shape = &self.shape;
-        let parts = self.begin(kv, queries, positions, chosen)?;
+        let parts = self.begin(kernel, queries, positions, chosen)?;
         launch(Launched {
             queries: self.queries.ptr(),
             spans: positions.spans.ptr(),
@@ -137,10 +137,44 @@ impl<'d> Attention<'d> {
         self.merge(parts)
     }
 
+    /// As [`Attention::step`], over keys and values that [`Pair::KERNEL`] reads.
+    pub(super) fn step_in_f32(
+        &self,
+        [keys, values]: [Stored<'_>; 2],
+        queries: &Buffer<'_, f32>,
+        positions: &Positions<'_>,
+        chosen: Option<&CudaSelection<'_>>,
+    ) -> Result<()> {
+        let shape = &self.shape;
+        self.step(Pair::KERNEL, queries, positions, chosen, |at| {
+            kernels::AttendRows {
+                queries: at.queries,
+                keys: keys.rows.cast(),
+                key_scales: keys.scales,
+                values: values.rows.cast(),
+                value_scales: values.scales,
+                spans: at.spans,
+                lists: at.lists,
+                listed: at.listed,
+                outs: at.outs,
+                sums: at.sums,
+                scale: at.scale,
+                key_kind: keys.kind,
+                value_kind: values.kind,
+                r: at.r,
+                d: shape.head_dim,
+                capacity: at.capacity,
+                most: at.most,
+                w: shape.width(),
+            }
+            .launch(self.driver, at.grid, f32_bytes(shape))
+        })
+    }
+
     /// Pads the queries, and returns how many blocks share a KV head.
     fn begin(
         &self,
-        kv: KvType,
+        kernel: &Kernel,
         queries: &Buffer<'_, f32>,
         positions: &Positions<'_>,
         chosen: Option<&CudaSelection<'_>>,
@@ -164,8 +198,9 @@ impl<'d> Attention<'d> {
             Some(chosen) => chosen.most + limits.sinks + limits.window,
             None => self.shape.capacity,
         };
-        let all = self.parts.iter().find(|(of, _)| *of == kv);
-        let unknown = || Error::internal(format!("CUDA: attention over a cache of type {kv}"));
+        let name = kernel.name;
+        let all = self.parts.iter().find(|(of, _)| *of == name);
+        let unknown = || Error::internal(format!("CUDA: attention with the kernel {name}"));
         let (_, all) = all.ok_or_else(unknown)?;
         Ok((*all).min(most.min(shape.capacity).div_ceil(TILE)).max(1))
     }

@@ -1,6 +1,7 @@
 //! Rows of a float type on the GPU, as a prompt attends them and most indexes read them.
 
 use super::attend::{Attention, Rest, f32_bytes};
+use super::pair::{Pair, PartFormat, PartRows, Stored};
 use super::rows::{CudaFormat, CudaRows, StaticScores};
 use super::{CudaSelection, Positions, Shape};
 use crate::compute::cuda::buffer::Buffer;
@@ -9,7 +10,8 @@ use crate::compute::cuda::fill::{Random, fill};
 use crate::compute::cuda::kernels::{self, Kernel};
 use crate::error::Result;
 use crate::float::Float;
-use crate::kv::KvType;
+use crate::kv::rows::Part;
+use crate::kv::{KvType, RowFormat};
 
 /// The format of rows of a float type.
 pub(super) struct Floats(Float);
@@ -27,7 +29,7 @@ impl CudaFormat for Floats {
 
     fn kernel(&self, shape: &Shape) -> Result<(&'static Kernel, usize)> {
         match self.0 {
-            Float::F32 => Ok((kernels::AttendFloat::KERNEL, f32_bytes(shape))),
+            Float::F32 => Ok((Pair::KERNEL, f32_bytes(shape))),
             float => {
                 let kernel = kernels::Attend::kernel(float, shape.width())?;
                 Ok((kernel, kernel.shared_bytes))
@@ -42,6 +44,99 @@ impl CudaFormat for Floats {
     fn bytes_per_position(&self, shape: &Shape) -> usize {
         self.kv().bytes_per_position(shape.width())
     }
+}
+
+impl PartFormat for Floats {
+    fn format(&self) -> RowFormat {
+        self.0.into()
+    }
+
+    fn rows<'d>(&self, driver: &'d dyn Driver, shape: Shape) -> Result<Box<dyn PartRows + 'd>> {
+        Ok(Box::new(FloatRows {
+            driver,
+            shape,
+            float: self.0,
+            rows: buffer(driver, "cached rows", shape, self.0)?,
+        }))
+    }
+
+    fn bytes(&self, _: Part, shape: &Shape) -> usize {
+        shape.width() * self.0.bytes()
+    }
+}
+
+/// The cached keys or values of one layer, `[b,g,capacity,w]`; channels beyond the head's are zero.
+struct FloatRows<'d> {
+    driver: &'d dyn Driver,
+    shape: Shape,
+    float: Float,
+    rows: Buffer<'d, u8>,
+}
+
+impl PartRows for FloatRows<'_> {
+    fn append(&self, rows: &Buffer<'_, f32>, m: usize, positions: &Positions<'_>) -> Result<()> {
+        append(
+            self.driver,
+            &self.shape,
+            self.float,
+            rows,
+            &self.rows,
+            m,
+            positions,
+        )
+    }
+
+    fn fill(&self, seed: u32) -> Result<()> {
+        let n = self.shape.heads() * self.shape.capacity * self.shape.width();
+        fill(self.driver, &self.rows, n, Random::Float(self.float), seed)
+    }
+
+    fn stored(&self) -> Stored<'_> {
+        stored(&self.rows, self.float)
+    }
+}
+
+/// Allocates rows `[b,g,capacity,w]`.
+fn buffer<'d>(
+    driver: &'d dyn Driver,
+    what: &'static str,
+    shape: Shape,
+    float: Float,
+) -> Result<Buffer<'d, u8>> {
+    let bytes = shape.heads() * shape.capacity * shape.width() * float.bytes();
+    Buffer::new(driver, what, bytes)
+}
+
+/// Returns rows as kernels read them.
+fn stored<'b>(rows: &'b Buffer<'_, u8>, float: Float) -> Stored<'b> {
+    Stored {
+        rows: rows.ptr(),
+        scales: None,
+        kind: float.number(),
+    }
+}
+
+/// Stores rows of the last `m` positions, `[b,g,m,d]`, in a cache `[b,g,capacity,w]`.
+fn append(
+    driver: &dyn Driver,
+    shape: &Shape,
+    float: Float,
+    rows: &Buffer<'_, f32>,
+    cache: &Buffer<'_, u8>,
+    m: usize,
+    positions: &Positions<'_>,
+) -> Result<()> {
+    kernels::AppendRows {
+        rows: rows.ptr(),
+        cache: cache.ptr().cast(),
+        lens: positions.lens.ptr(),
+        kind: float.number(),
+        m,
+        d: shape.head_dim,
+        w: shape.width(),
+        capacity: shape.capacity,
+    }
+    .launch(driver, shape.grid((m * shape.width()).div_ceil(256)))
 }
 
 /// The cached keys and values of one layer, `[b,g,capacity,w]` each; channels beyond the head's are zero.
@@ -60,23 +155,13 @@ impl<'d> LayerRows<'d> {
     /// Sizes that the kernels do not support; out of memory.
     pub fn new(driver: &'d dyn Driver, shape: Shape, float: Float) -> Result<Self> {
         let shape = shape.checked()?;
-        let bytes = shape.heads() * shape.capacity * shape.width() * float.bytes();
         Ok(Self {
             driver,
             shape,
             float,
-            keys: Buffer::new(driver, "cached keys", bytes)?,
-            values: Buffer::new(driver, "cached values", bytes)?,
+            keys: buffer(driver, "cached keys", shape, float)?,
+            values: buffer(driver, "cached values", shape, float)?,
         })
-    }
-
-    /// Fills the cache with random rows, for a benchmark.
-    pub fn fill(&self, seed: u32) -> Result<()> {
-        let n = self.shape.heads() * self.shape.capacity * self.shape.width();
-        for (i, buffer) in [&self.keys, &self.values].into_iter().enumerate() {
-            fill(self.driver, buffer, n, Random::Float(self.float), seed + i as u32)?;
-        }
-        Ok(())
     }
 
     /// Returns the bytes of one padded key and one padded value.
@@ -146,21 +231,7 @@ impl CudaRows for LayerRows<'_> {
         m: usize,
         positions: &Positions<'_>,
     ) -> Result<()> {
-        let shape = &self.shape;
-        let grid = shape.grid((m * shape.width()).div_ceil(256));
-        let store = |rows: &Buffer<'_, f32>, cache: &Buffer<'_, u8>| {
-            kernels::AppendRows {
-                rows: rows.ptr(),
-                cache: cache.ptr().cast(),
-                lens: positions.lens.ptr(),
-                kind: self.kind(),
-                m,
-                d: shape.head_dim,
-                w: shape.width(),
-                capacity: shape.capacity,
-            }
-            .launch(self.driver, grid)
-        };
+        let store = |rows, cache| append(self.driver, &self.shape, self.float, rows, cache, m, positions);
         store(keys, &self.keys)?;
         self.driver.beside(&mut || store(values, &self.values))
     }
@@ -175,51 +246,42 @@ impl CudaRows for LayerRows<'_> {
         positions: &Positions<'_>,
         chosen: Option<&CudaSelection<'_>>,
     ) -> Result<()> {
+        let float = self.float;
+        if float == Float::F32 {
+            let rows = [&self.keys, &self.values].map(|rows| stored(rows, float));
+            return attention.step_in_f32(rows, queries, positions, chosen);
+        }
         let w = self.shape.width();
-        attention.step(self.float.into(), queries, positions, chosen, |at| {
-            // The arguments that both kernels take, and one that only one of them takes.
-            macro_rules! arguments {
-                ($kernel:ident $(, $more:ident)?) => {
-                    kernels::$kernel {
-                        queries: at.queries,
-                        keys: self.keys.ptr().cast(),
-                        values: self.values.ptr().cast(),
-                        spans: at.spans,
-                        lists: at.lists,
-                        listed: at.listed,
-                        outs: at.outs,
-                        sums: at.sums,
-                        scale: at.scale,
-                        r: at.r,
-                        capacity: at.capacity,
-                        most: at.most,
-                        $($more)?
-                    }
-                };
+        let kernel = kernels::Attend::kernel(float, w)?;
+        attention.step(kernel, queries, positions, chosen, |at| {
+            kernels::Attend {
+                queries: at.queries,
+                keys: self.keys.ptr().cast(),
+                values: self.values.ptr().cast(),
+                spans: at.spans,
+                lists: at.lists,
+                listed: at.listed,
+                outs: at.outs,
+                sums: at.sums,
+                scale: at.scale,
+                r: at.r,
+                capacity: at.capacity,
+                most: at.most,
             }
-            match self.float {
-                Float::F32 => arguments!(AttendFloat, w).launch(self.driver, at.grid, f32_bytes(&self.shape)),
-                float => arguments!(Attend).launch(self.driver, float, w, at.grid),
-            }
+            .launch(self.driver, float, w, at.grid)
         })
     }
 
     fn score_static(&self, scores: &StaticScores<'_>) -> Result<()> {
-        let shape = &self.shape;
-        kernels::StaticScores {
-            queries: scores.queries.ptr(),
-            keys: self.keys.ptr().cast(),
-            spans: scores.positions.spans.ptr(),
-            parts: scores.parts.ptr(),
-            scale: shape.exponent(),
-            kind: self.kind(),
-            r: shape.group,
-            d: shape.head_dim,
-            w: shape.width(),
-            capacity: shape.capacity,
-            n_parts: scores.n_parts,
+        scores.launch(self.driver, &self.shape, stored(&self.keys, self.float))
+    }
+
+    fn fill(&self, seed: u32) -> Result<()> {
+        let n = self.shape.heads() * self.shape.capacity * self.shape.width();
+        for (i, buffer) in [&self.keys, &self.values].into_iter().enumerate() {
+            fill(self.driver, buffer, n, Random::Float(self.float), seed + i as u32)?;
         }
-        .launch(self.driver, shape.grid(1))
+        Ok(())
     }
 
     fn plain(&self) -> Option<&LayerRows<'_>> {

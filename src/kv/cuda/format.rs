@@ -1,25 +1,58 @@
-//! The formats that caches on the GPU can have. A new format is one file with a [`CudaFormat`] and its [`CudaRows`], its
-//! kernels, and one line in [`FORMATS`].
+//! The formats that caches on the GPU can have. A new format whose rows do not depend on one another is one file with a
+//! [`PartFormat`] and its rows, its kernels, and one line in [`PARTS`]; any other is one file with a [`CudaFormat`] and its
+//! [`CudaRows`], its kernels, and one line in [`TOGETHER`].
 
-use super::attend::{Attention, FormatPlaces};
+use std::sync::LazyLock;
+
+use super::attend::{Attention, KernelPlaces};
+use super::pair::{Pair, PartFormat};
 use super::rows::{CudaFormat, CudaRows};
 use super::{Shape, float, int8, packed};
 use crate::compute::cuda::driver::Driver;
 use crate::error::{Error, Result};
 use crate::kv::KvType;
 
-/// All formats.
-pub static FORMATS: &[&dyn CudaFormat] = &[
+/// Formats that keys and values have together.
+static TOGETHER: [&dyn CudaFormat; 4] = [
+    &float::Floats::F32,
+    &float::Floats::F16,
+    &float::Floats::BF16,
+    &packed::TwoBits,
+];
+
+/// Formats that keys or values have, whatever the format of the others.
+static PARTS: [&dyn PartFormat; 4] = [
     &float::Floats::F32,
     &float::Floats::F16,
     &float::Floats::BF16,
     &int8::Int8s,
-    &packed::TwoBits,
 ];
+
+/// Every other pair of a format of keys and a format of values.
+static PAIRS: LazyLock<Vec<Pair>> = LazyLock::new(|| {
+    let is_other = |pair: &Pair| TOGETHER.iter().all(|format| format.kv() != pair.kv());
+    let with = |keys| {
+        PARTS.iter().map(move |values| Pair {
+            keys,
+            values: *values,
+        })
+    };
+    PARTS
+        .iter()
+        .flat_map(|keys| with(*keys))
+        .filter(is_other)
+        .collect()
+});
+
+/// Lists all formats.
+pub fn formats() -> impl Iterator<Item = &'static dyn CudaFormat> {
+    let pairs = PAIRS.iter().map(|pair| pair as &dyn CudaFormat);
+    TOGETHER.iter().copied().chain(pairs)
+}
 
 /// Returns the format that holds keys and values of this type; `None` if they cannot be on the GPU.
 pub fn holding(kv: KvType) -> Option<&'static dyn CudaFormat> {
-    FORMATS.iter().copied().find(|format| format.kv() == kv)
+    formats().find(|format| format.kv() == kv)
 }
 
 /// Returns the format that holds keys and values of this type.
@@ -39,22 +72,21 @@ pub fn cache<'d>(driver: &'d dyn Driver, shape: Shape, kv: KvType) -> Result<Box
 }
 
 impl<'d> Attention<'d> {
-    /// Allocates the buffers of one step over rows of any of the [`FORMATS`].
+    /// Allocates the buffers of one step over rows of any format.
     ///
     /// # Errors
     /// Sizes that the kernels do not support; out of memory.
     pub fn new(driver: &'d dyn Driver, shape: Shape) -> Result<Self> {
         let shape = shape.checked()?;
-        let places_of = |format: &&dyn CudaFormat| {
+        let mut kernels: Vec<KernelPlaces> = Vec::new();
+        for format in formats() {
             let (kernel, shared_bytes) = format.kernel(&shape)?;
-            let places = driver.blocks_at_once(kernel, shared_bytes)?;
-            Ok(FormatPlaces {
-                kv: format.kv(),
-                places,
-            })
-        };
-        let formats: Vec<FormatPlaces> = FORMATS.iter().map(places_of).collect::<Result<_>>()?;
-        Self::with(driver, shape, &formats)
+            if kernels.iter().all(|known| known.kernel.name != kernel.name) {
+                let places = driver.blocks_at_once(kernel, shared_bytes)?;
+                kernels.push(KernelPlaces { kernel, places });
+            }
+        }
+        Self::with(driver, shape, &kernels)
     }
 }
 
@@ -75,14 +107,15 @@ mod tests {
 
     #[test]
     fn a_type_has_one_format() {
-        for (at, format) in FORMATS.iter().enumerate() {
+        for (at, format) in formats().enumerate() {
             let kv = format.kv();
-            assert_eq!(
-                FORMATS.iter().position(|other| other.kv() == kv),
-                Some(at),
-                "{kv}"
-            );
-            assert_eq!(find(kv).unwrap().kv(), kv);
+            assert_eq!(formats().position(|other| other.kv() == kv), Some(at), "{kv}");
+        }
+        let floats_and_bytes = ["f32", "f16", "bf16", "int8"];
+        for keys in floats_and_bytes {
+            for values in floats_and_bytes {
+                assert!(holding(KvType::named(&format!("k={keys},v={values}")).unwrap()).is_some());
+            }
         }
         let without = KvType {
             keys: format::RowFormat::F16,
@@ -93,7 +126,7 @@ mod tests {
 
     #[test]
     fn a_format_has_a_kernel_for_every_shape() {
-        for format in FORMATS {
+        for format in formats() {
             for shape in shapes() {
                 let (kernel, shared_bytes) = format.kernel(&shape).unwrap();
                 assert!(shared_bytes <= kernel.shared_bytes, "{} {shape:?}", format.kv());
@@ -103,7 +136,7 @@ mod tests {
 
     #[test]
     fn a_position_takes_at_least_the_bytes_of_its_rows() {
-        for format in FORMATS {
+        for format in formats() {
             for shape in shapes() {
                 let (kv, bytes) = (format.kv(), format.bytes_per_position(&shape));
                 assert!(bytes >= kv.bytes_per_position(shape.head_dim), "{kv} {shape:?}");

@@ -12,6 +12,7 @@ pub mod float;
 pub mod format;
 pub mod int8;
 pub mod packed;
+pub mod pair;
 pub mod prefill;
 pub mod prompt;
 pub mod rows;

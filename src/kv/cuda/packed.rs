@@ -43,6 +43,11 @@ impl CudaFormat for TwoBits {
         true
     }
 
+    /// Centers and scales are those of a prompt.
+    fn has_random_rows(&self) -> bool {
+        false
+    }
+
     fn holds(&self, layout: &Layout) -> bool {
         layout.full <= FULL
     }
@@ -169,7 +174,8 @@ impl CudaRows for PackedLayer<'_> {
         chosen: Option<&CudaSelection<'_>>,
     ) -> Result<()> {
         let (signs, shape) = (&self.signs, &self.signs.shape);
-        attention.step(KvType::TWO_BIT, queries, positions, chosen, |at| {
+        let kernel = kernels::AttendPacked::kernel(shape.width())?;
+        attention.step(kernel, queries, positions, chosen, |at| {
             kernels::AttendPacked {
                 queries: at.queries,
                 signs: signs.signs.ptr(),

@@ -3,13 +3,14 @@
 
 use super::attend::Attention;
 use super::float::LayerRows;
+use super::pair::Stored;
 use super::prompt::{Prompts, Queries};
 use super::signs::Signs;
 use super::{CudaSelection, Positions, Shape};
 use crate::compute::cuda::buffer::Buffer;
 use crate::compute::cuda::driver::Driver;
-use crate::compute::cuda::kernels::Kernel;
-use crate::error::Result;
+use crate::compute::cuda::kernels::{self, Kernel};
+use crate::error::{Error, Result};
 use crate::kv::KvType;
 use crate::kv::packed::Layout;
 
@@ -51,6 +52,11 @@ pub trait CudaFormat: Sync {
     /// Returns whether [`CudaRows::prompt`] needs [room](Prompted::room).
     fn needs_room(&self) -> bool {
         false
+    }
+
+    /// Returns whether rows can be [random](CudaRows::fill), for a benchmark.
+    fn has_random_rows(&self) -> bool {
+        true
     }
 
     /// Returns whether the format can have this layout; formats that do not use it can.
@@ -103,6 +109,16 @@ pub trait CudaRows {
     /// Computes the largest score and the sum of exponentials of each of a step's queries over the static set alone.
     fn score_static(&self, scores: &StaticScores<'_>) -> Result<()>;
 
+    /// Fills the cache with random rows, for a benchmark.
+    ///
+    /// # Errors
+    /// A format whose rows come from a prompt.
+    fn fill(&self, _seed: u32) -> Result<()> {
+        Err(Error::internal(
+            "CUDA: random rows of a format that packs prompts",
+        ))
+    }
+
     /// Returns the rows, if they are floats.
     fn plain(&self) -> Option<&LayerRows<'_>> {
         None
@@ -138,4 +154,25 @@ pub struct StaticScores<'b> {
     pub parts: &'b Buffer<'b, f32>,
     /// Number of parts per query head.
     pub n_parts: usize,
+}
+
+impl StaticScores<'_> {
+    /// Scores keys that do not depend on one another.
+    pub(super) fn launch(&self, driver: &dyn Driver, shape: &Shape, keys: Stored<'_>) -> Result<()> {
+        kernels::StaticScores {
+            queries: self.queries.ptr(),
+            keys: keys.rows.cast(),
+            key_scales: keys.scales,
+            spans: self.positions.spans.ptr(),
+            parts: self.parts.ptr(),
+            scale: shape.exponent(),
+            kind: keys.kind,
+            r: shape.group,
+            d: shape.head_dim,
+            w: shape.width(),
+            capacity: shape.capacity,
+            n_parts: self.n_parts,
+        }
+        .launch(driver, shape.grid(1))
+    }
 }

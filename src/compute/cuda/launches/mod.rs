@@ -4,8 +4,8 @@
 
 mod assignment;
 mod attend;
-mod attend_float;
 mod attend_packed;
+mod attend_rows;
 mod bench;
 mod best;
 mod channel_statistic;
@@ -39,8 +39,8 @@ mod whiten;
 
 pub(crate) use assignment::*;
 pub(crate) use attend::*;
-pub(crate) use attend_float::*;
 pub(crate) use attend_packed::*;
+pub(crate) use attend_rows::*;
 pub(crate) use bench::*;
 pub(crate) use best::*;
 pub(crate) use channel_statistic::*;
@@ -90,11 +90,11 @@ pub const ALL: &[Kernel] = &[
     attend::ATTEND_BFLOAT_128,
     attend::MERGE_PARTS,
     attend::JOIN_REST,
-    attend_float::ATTEND_FLOAT,
     attend_packed::ATTEND_PACKED_64,
     attend_packed::ATTEND_PACKED_80,
     attend_packed::ATTEND_PACKED_96,
     attend_packed::ATTEND_PACKED_128,
+    attend_rows::ATTEND_ROWS,
     bench::FILL_RANDOM,
     bench::READ_ALL,
     best::NARROW_KEYS,
@@ -115,8 +115,6 @@ pub const ALL: &[Kernel] = &[
     encode_wpq::ENCODE_KEYS_16,
     encode_wpq::ENCODE_KEYS_256,
     int8::APPEND_INT8,
-    int8::ATTEND_INT8,
-    int8::STATIC_SCORES_INT8,
     layer::EMBED_ROWS,
     layer::RMS_ROWS,
     layer::SPLIT_HEADS,

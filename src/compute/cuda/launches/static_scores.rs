@@ -15,7 +15,7 @@ pub(super) const STATIC_SCORES: Kernel = Kernel {
     threads: 256,
     blocks: 1,
     shared_bytes: 0,
-    argument_bytes: &[8, 8, 8, 8, 4, 4, 4, 4, 4, 4, 4],
+    argument_bytes: &[8, 8, 8, 8, 8, 4, 4, 4, 4, 4, 4, 4],
 };
 
 /// The arguments of the kernel `static_scores` of `kernels/static_scores.cu`.
@@ -23,6 +23,7 @@ pub(super) const STATIC_SCORES: Kernel = Kernel {
 pub(crate) struct StaticScores<'b> {
     pub queries: Ptr<'b, f32>,
     pub keys: Ptr<'b, c_void>,
+    pub key_scales: Option<Ptr<'b, u16>>,
     pub spans: Ptr<'b, u32>,
     pub parts: Ptr<'b, f32>,
     pub scale: f32,
@@ -43,6 +44,7 @@ impl StaticScores<'_> {
         let arguments = [
             self.queries.into(),
             self.keys.into(),
+            self.key_scales.into(),
             self.spans.into(),
             self.parts.into(),
             Arg::f32(self.scale),

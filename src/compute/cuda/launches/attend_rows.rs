@@ -1,41 +1,48 @@
-// Generated from kernels/attend_float.cu by `make launches`; do not edit.
+// Generated from kernels/attend_rows.cu by `make launches`; do not edit.
 
-//! The launches of the kernels of `kernels/attend_float.cu`.
+//! The launches of the kernels of `kernels/attend_rows.cu`.
+
+use std::ffi::c_void;
 
 use crate::compute::cuda::buffer::Ptr;
 use crate::compute::cuda::driver::{Arg, Driver};
 use crate::compute::cuda::start::{Kernel, start};
 use crate::error::Result;
 
-/// The kernel `attend_float` of `kernels/attend_float.cu`.
-pub(super) const ATTEND_FLOAT: Kernel = Kernel {
-    name: "attend_float",
+/// The kernel `attend_rows` of `kernels/attend_rows.cu`.
+pub(super) const ATTEND_ROWS: Kernel = Kernel {
+    name: "attend_rows",
     threads: 128,
     blocks: 1,
     shared_bytes: 45312,
-    argument_bytes: &[8, 8, 8, 8, 8, 8, 8, 8, 4, 4, 4, 4, 4],
+    argument_bytes: &[8, 8, 8, 8, 8, 8, 8, 8, 8, 8, 4, 4, 4, 4, 4, 4, 4, 4],
 };
 
-/// The arguments of the kernel `attend_float` of `kernels/attend_float.cu`.
+/// The arguments of the kernel `attend_rows` of `kernels/attend_rows.cu`.
 #[derive(Clone, Copy)]
-pub(crate) struct AttendFloat<'b> {
+pub(crate) struct AttendRows<'b> {
     pub queries: Ptr<'b, f32>,
-    pub keys: Ptr<'b, f32>,
-    pub values: Ptr<'b, f32>,
+    pub keys: Ptr<'b, c_void>,
+    pub key_scales: Option<Ptr<'b, u16>>,
+    pub values: Ptr<'b, c_void>,
+    pub value_scales: Option<Ptr<'b, u16>>,
     pub spans: Ptr<'b, u32>,
     pub lists: Option<Ptr<'b, u32>>,
     pub listed: Option<Ptr<'b, u32>>,
     pub outs: Ptr<'b, f32>,
     pub sums: Ptr<'b, f32>,
     pub scale: f32,
+    pub key_kind: usize,
+    pub value_kind: usize,
     pub r: usize,
+    pub d: usize,
     pub capacity: usize,
     pub most: usize,
     pub w: usize,
 }
 
-impl AttendFloat<'_> {
-    pub const KERNEL: &'static Kernel = &ATTEND_FLOAT;
+impl AttendRows<'_> {
+    pub const KERNEL: &'static Kernel = &ATTEND_ROWS;
 
     /// Launches the kernel after all earlier launches; an empty grid launches nothing.
     pub fn launch(&self, driver: &dyn Driver, grid: [usize; 3], shared_bytes: usize) -> Result<()> {
@@ -43,14 +50,19 @@ impl AttendFloat<'_> {
         let arguments = [
             self.queries.into(),
             self.keys.into(),
+            self.key_scales.into(),
             self.values.into(),
+            self.value_scales.into(),
             self.spans.into(),
             self.lists.into(),
             self.listed.into(),
             self.outs.into(),
             self.sums.into(),
             Arg::f32(self.scale),
+            Arg::u32(self.key_kind),
+            Arg::u32(self.value_kind),
             Arg::u32(self.r),
+            Arg::u32(self.d),
             Arg::u32(self.capacity),
             Arg::u32(self.most),
             Arg::u32(self.w),
