@@ -2,6 +2,7 @@
 //! positions.
 
 mod causal;
+pub(crate) mod codes;
 mod decode;
 pub(crate) mod kernels;
 pub(crate) mod lanes;
@@ -14,11 +15,11 @@ use std::ops::Range;
 
 pub use causal::causal;
 pub use decode::{decode, decode_with_weights};
-pub(crate) use kernels::{ChunkedRows, StoredRows, add, prefetch_first, scores};
+pub(crate) use kernels::{ChunkedRows, StepRows, StoredRows, add, prefetch_first, scores};
 pub use lanes::LANES;
 pub(crate) use lanes::widen_f16;
 pub(crate) use rows::{AHEAD, widened_add, widened_scores};
-pub use rows::{CachedRows, GroupQueries, OutputSums, Run};
+pub use rows::{CachedRows, GroupQueries, OutputSums, Run, Segment};
 
 /// Returns the positions visible to the token at position `t`: the last `window` positions up to and including `t`;
 /// `None` = all up to `t`.

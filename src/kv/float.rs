@@ -5,7 +5,7 @@ use ndarray::ArrayView1;
 
 use super::layout::Layout;
 use super::rows::{Format, Part, RowCache, RowForm, RowStore};
-use crate::compute::attention::{LANES, StoredRows};
+use crate::compute::attention::{LANES, Segment, StoredRows};
 use crate::float::Float;
 use crate::parameters::Word;
 
@@ -74,7 +74,7 @@ macro_rules! row_form {
     ($float:ty, $round:expr, $read:expr) => {
         impl RowForm for $float {
             type Unit = Self;
-            type Chunked<'a> = StoredRows<'a, Self>;
+            type Rows<'a> = StoredRows<'a, Self>;
 
             fn width(d: usize) -> usize {
                 d
@@ -92,9 +92,9 @@ macro_rules! row_form {
                 $read(row, scratch)
             }
 
-            fn chunked(units: &[Self], d: usize) -> StoredRows<'_, Self> {
+            fn rows<'a>(segments: &'a [Segment<'a, Self>], d: usize) -> StoredRows<'a, Self> {
                 StoredRows {
-                    rows: units.as_chunks().0,
+                    rows: segments[0].rows.as_chunks().0,
                     chunks: d / LANES,
                 }
             }

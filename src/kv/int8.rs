@@ -6,7 +6,7 @@ use ndarray::ArrayView1;
 use super::layout::Layout;
 use super::rows::{Format, Part, RowCache, RowForm, RowStore};
 use crate::compute::attention::lanes::Simd;
-use crate::compute::attention::{ChunkedRows, LANES};
+use crate::compute::attention::{ChunkedRows, LANES, Segment};
 use crate::float::f16_at_least;
 use crate::parameters::Word;
 use crate::prefetch::prefetch_row;
@@ -48,7 +48,7 @@ pub(super) struct Int8;
 
 impl RowForm for Int8 {
     type Unit = u8;
-    type Chunked<'a> = Codes<'a>;
+    type Rows<'a> = Codes<'a>;
 
     fn width(d: usize) -> usize {
         d + 2 * d.div_ceil(GROUP)
@@ -89,8 +89,11 @@ impl RowForm for Int8 {
         scratch
     }
 
-    fn chunked(units: &[u8], d: usize) -> Codes<'_> {
-        Codes { rows: units, d }
+    fn rows<'a>(segments: &'a [Segment<'a, u8>], d: usize) -> Codes<'a> {
+        Codes {
+            rows: segments[0].rows,
+            d,
+        }
     }
 }
 

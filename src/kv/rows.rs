@@ -8,7 +8,7 @@ use ndarray::{ArrayView1, ArrayView2, s};
 
 use super::layout::Layout;
 use super::lines::AlignedVec;
-use crate::compute::attention::{self, CachedRows, ChunkedRows, GroupQueries, OutputSums, Run};
+use crate::compute::attention::{self, CachedRows, GroupQueries, OutputSums, Run, Segment, StepRows};
 use crate::float::Float;
 use crate::parameters::Word;
 
@@ -141,7 +141,10 @@ pub trait RowForm: 'static {
     /// What a row consists of.
     type Unit: Copy + Default + Send + Sync;
     /// Rows as the kernels of attention read them.
-    type Chunked<'a>: ChunkedRows;
+    type Rows<'a>: StepRows;
+    /// Whether results depend on which rows are read in one run: then a store reads the rows that it shares with others in one
+    /// run with its own.
+    const WHOLE_RUNS: bool = false;
 
     /// Counts the units of a row of d channels.
     fn width(d: usize) -> usize;
@@ -155,8 +158,9 @@ pub trait RowForm: 'static {
     /// Reads a row as f32; `scratch` (d values) may hold a converted copy.
     fn read<'o>(row: &'o [Self::Unit], scratch: &'o mut [f32]) -> &'o [f32];
 
-    /// Returns rows of d channels in the form that the kernels take; only if they [can](RowForm::is_chunked).
-    fn chunked(units: &[Self::Unit], d: usize) -> Self::Chunked<'_>;
+    /// Returns rows of d channels in the form that the kernels take; only if they [can](RowForm::is_chunked). There is one
+    /// segment, or several if the form reads [whole runs](RowForm::WHOLE_RUNS).
+    fn rows<'a>(segments: &'a [Segment<'a, Self::Unit>], d: usize) -> Self::Rows<'a>;
 }
 
 /// Rows of d values, contiguous; forks share their first rows.
@@ -239,9 +243,31 @@ impl<F: RowForm> RowStore<F> {
         &self.data
     }
 
-    /// Returns own rows in the form that the kernels take.
-    fn chunked(&self) -> F::Chunked<'_> {
-        F::chunked(&self.data, self.d)
+    /// Calls `f` with own rows in the form that the kernels take.
+    fn with_own(&self, f: impl FnOnce(F::Rows<'_>)) {
+        let segments = [Segment {
+            first: 0,
+            rows: &self.data[..],
+        }];
+        f(F::rows(&segments, self.d));
+    }
+
+    /// Calls `f` with all rows in the form that the kernels take.
+    fn with_all(&self, f: impl FnOnce(F::Rows<'_>)) {
+        f(F::rows(&self.segments(self.len()), self.d));
+    }
+
+    /// Lists the first `n` rows as segments, ascending.
+    fn segments(&self, n: usize) -> Vec<Segment<'_, F::Unit>> {
+        let first = self.shared_len();
+        let shared = self.shared.as_ref();
+        let mut segments = shared.map_or_else(Vec::new, |(rows, of)| rows.segments(n.min(*of)));
+        let own = n.saturating_sub(first) * F::width(self.d);
+        if own > 0 || segments.is_empty() {
+            let rows = &self.data[..own];
+            segments.push(Segment { first, rows });
+        }
+        segments
     }
 }
 
@@ -291,18 +317,24 @@ impl<F: RowForm> CachedRows for RowStore<F> {
         if !F::is_chunked(self.d) {
             return;
         }
+        if F::WHOLE_RUNS {
+            return self.with_all(|rows| attention::prefetch_first(rows, positions));
+        }
         let (shared, own) = self.split(&positions[..positions.len().min(attention::AHEAD)]);
         if let Some((rows, _)) = &self.shared {
             rows.prefetch(shared);
         }
         self.own(&Run::new(own, own.len()), |run| {
-            attention::prefetch_first(self.chunked(), run.now);
+            self.with_own(|rows| attention::prefetch_first(rows, run.now));
         });
     }
 
     fn scores(&self, queries: &GroupQueries, run: &Run, out: &mut [f32], stride: usize) {
         if !F::is_chunked(self.d) {
             return attention::widened_scores(self, queries, run, out, stride);
+        }
+        if F::WHOLE_RUNS {
+            return self.with_all(|rows| rows.scores(queries, run, out, stride));
         }
         let ((shared, own), (next_shared, next)) = (self.split(run.now), self.split(run.next));
         let at = shared.len();
@@ -317,13 +349,16 @@ impl<F: RowForm> CachedRows for RowStore<F> {
             return;
         }
         self.own(&Run { now: own, next }, |run| {
-            attention::scores(queries, self.chunked(), run, &mut out[at..], stride);
+            self.with_own(|rows| rows.scores(queries, run, &mut out[at..], stride));
         });
     }
 
     fn add(&self, weights: &[f32], stride: usize, run: &Run, sums: &mut OutputSums) {
         if !F::is_chunked(self.d) {
             return attention::widened_add(self, weights, stride, run, sums);
+        }
+        if F::WHOLE_RUNS {
+            return self.with_all(|rows| rows.add(weights, stride, run, sums));
         }
         let ((shared, own), (next_shared, next)) = (self.split(run.now), self.split(run.next));
         let at = shared.len();
@@ -338,7 +373,7 @@ impl<F: RowForm> CachedRows for RowStore<F> {
             return;
         }
         self.own(&Run { now: own, next }, |run| {
-            attention::add(&weights[at..], stride, self.chunked(), run, sums);
+            self.with_own(|rows| rows.add(&weights[at..], stride, run, sums));
         });
     }
 }

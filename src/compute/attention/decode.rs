@@ -115,9 +115,7 @@ impl PieceAttention {
         let run = |at: usize| Run::new(&positions[at..], TILE.min(n - at));
         keys.prefetch(positions);
         let mut weights = vec![0.0; r * n];
-        for at in (0..n).step_by(TILE) {
-            keys.scores(queries, &run(at), &mut weights[at..], n);
-        }
+        keys.scores(queries, &Run::new(positions, n), &mut weights, n);
         values.prefetch(positions);
         let (mut max, mut sum) = (Vec::with_capacity(r), Vec::with_capacity(r));
         for row in weights.chunks_mut(n) {

@@ -69,6 +69,32 @@ pub trait ChunkedRows: Copy {
     unsafe fn widen<S: Simd, const N: usize>(self, simd: S, row: Self::Row, at: usize) -> [S::Vector; N];
 }
 
+/// Rows that decode steps score and add up.
+pub trait StepRows: Copy {
+    /// Prefetches a row.
+    fn prefetch_at(self, position: u32);
+
+    /// Computes [`super::CachedRows::scores`].
+    fn scores(self, queries: &GroupQueries, run: &Run, out: &mut [f32], stride: usize);
+
+    /// Computes [`super::CachedRows::add`].
+    fn add(self, weights: &[f32], stride: usize, run: &Run, sums: &mut OutputSums);
+}
+
+impl<R: ChunkedRows> StepRows for R {
+    fn prefetch_at(self, position: u32) {
+        self.prefetch(position);
+    }
+
+    fn scores(self, queries: &GroupQueries, run: &Run, out: &mut [f32], stride: usize) {
+        scores(queries, self, run, out, stride);
+    }
+
+    fn add(self, weights: &[f32], stride: usize, run: &Run, sums: &mut OutputSums) {
+        add(weights, stride, self, run, sums);
+    }
+}
+
 /// Rows of whole chunks, stored one after the other.
 #[derive(Clone, Copy)]
 pub struct StoredRows<'a, E> {
@@ -110,8 +136,8 @@ impl<'a, E: Widen> ChunkedRows for StoredRows<'a, E> {
 }
 
 /// Prefetches the first rows of some positions.
-pub fn prefetch_first(rows: impl ChunkedRows, positions: &[u32]) {
-    positions.iter().take(AHEAD).for_each(|p| rows.prefetch(*p));
+pub fn prefetch_first(rows: impl StepRows, positions: &[u32]) {
+    positions.iter().take(AHEAD).for_each(|p| rows.prefetch_at(*p));
 }
 
 /// Prefetches the next row of `coming`, if there is one.

@@ -64,17 +64,6 @@ pub trait Simd: Copy {
         self.splat(widen_f16(x))
     }
 
-    /// Widens numbers of 4 bits, exactly: first the lower halves of the bytes, then the upper halves.
-    #[inline(always)]
-    fn widen_u4(self, from: &[u8; LANES / 2]) -> Self::Vector {
-        let mut wide = [0.0; LANES];
-        for l in 0..LANES / 2 {
-            wide[l] = f32::from(from[l] & 15);
-            wide[l + LANES / 2] = f32::from(from[l] >> 4);
-        }
-        self.load(&wide)
-    }
-
     fn mul(self, a: Self::Vector, b: Self::Vector) -> Self::Vector;
 
     fn add(self, a: Self::Vector, b: Self::Vector) -> Self::Vector;

@@ -40,6 +40,19 @@ impl GroupQueries {
         Self { chunks, packed }
     }
 
+    /// Returns the number of chunks of [`LANES`] channels.
+    pub(super) fn chunks(&self) -> usize {
+        self.chunks
+    }
+
+    /// Returns a query, `[chunks LANES]`.
+    pub(super) fn row(&self, head: usize) -> Vec<f32> {
+        let group = head / kernels::GROUP * kernels::GROUP;
+        let heads = kernels::GROUP.min(self.heads() - group);
+        let chunk = |chunk| self.packed[group * self.chunks + chunk * heads + head - group];
+        (0..self.chunks).flat_map(chunk).collect()
+    }
+
     /// Counts the queries.
     pub fn heads(&self) -> usize {
         self.packed.len() / self.chunks
@@ -123,6 +136,14 @@ impl<'a> Run<'a> {
             (at, Run { now: block, next })
         })
     }
+}
+
+/// Rows of neighbouring positions, one after the other.
+#[derive(Clone, Copy)]
+pub struct Segment<'a, U> {
+    /// The position of the first row.
+    pub first: usize,
+    pub rows: &'a [U],
 }
 
 /// Weighted sums of rows, for r sets of weights.

@@ -7,7 +7,9 @@ use crate::compute::attention::kernels::{add_of, scores_of};
 use crate::compute::attention::lanes::Plain;
 #[cfg(target_arch = "x86_64")]
 use crate::compute::attention::lanes::{Avx2, Avx512};
-use crate::compute::attention::{self, CachedRows, GroupQueries, LANES, OutputSums, Run};
+use crate::compute::attention::{
+    self, CachedRows, ChunkedRows, GroupQueries, LANES, OutputSums, Run, Segment,
+};
 use crate::testing::values;
 
 fn matrix(rows: usize, d: usize, seed: u32) -> Array2<f32> {
@@ -16,7 +18,10 @@ fn matrix(rows: usize, d: usize, seed: u32) -> Array2<f32> {
 
 /// Scores and weighted sums are the same, to the bit, on every instruction set of this machine and with every number of rows or
 /// chunks at a time.
-pub fn every_instruction_set_reads_the_same_rows<F: RowForm>() {
+pub fn every_instruction_set_reads_the_same_rows<F: RowForm>()
+where
+    for<'a> F::Rows<'a>: ChunkedRows,
+{
     for (d, r, n) in [(16, 1, 40), (64, 3, 70), (80, 4, 33), (128, 5, 65)] {
         let mut store = RowStore::<F>::new(d, n);
         store.extend(matrix(n, d, 5).view());
@@ -25,7 +30,8 @@ pub fn every_instruction_set_reads_the_same_rows<F: RowForm>() {
         let positions: Vec<u32> = (0..n as u32).collect();
         macro_rules! on {
             ($simd:expr, [$($rows:literal),+], [$($chunks:literal),+]) => {{
-                let (run, rows) = (Run::new(&positions, n), F::chunked(store.units(), d));
+                let segments = [Segment { first: 0, rows: store.units() }];
+                let (run, rows) = (Run::new(&positions, n), F::rows(&segments, d));
                 let mut scores = vec![0.0; r * n];
                 scores_of::<_, _, $($rows),+>($simd, &queries, rows, &run, &mut scores, n);
                 let mut values = vec![[0.5; LANES]; r * d / LANES];

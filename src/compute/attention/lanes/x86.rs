@@ -123,15 +123,6 @@ impl Simd for Avx512 {
     }
 
     #[inline(always)]
-    fn widen_u4(self, from: &[u8; LANES / 2]) -> __m512 {
-        // SAFETY: see the impl.
-        unsafe {
-            let [low, high] = halves(from);
-            _mm512_cvtepi32_ps(_mm512_cvtepu8_epi32(_mm_unpacklo_epi64(low, high)))
-        }
-    }
-
-    #[inline(always)]
     fn mul(self, a: __m512, b: __m512) -> __m512 {
         // SAFETY: see the impl.
         unsafe { _mm512_mul_ps(a, b) }
@@ -208,23 +199,6 @@ unsafe fn levels([step, zero]: [f16; 2]) -> __m128 {
 unsafe fn widened(x: f16) -> __m128 {
     // SAFETY: the caller has the instructions.
     unsafe { _mm_cvtph_ps(_mm_cvtsi32_si128(i32::from(x.to_bits()))) }
-}
-
-/// Returns the lower halves of eight bytes, and the upper halves, in the lowest eight bytes each.
-///
-/// # Safety
-/// The machine has SSE2.
-#[inline(always)]
-unsafe fn halves(from: &[u8; LANES / 2]) -> [__m128i; 2] {
-    // SAFETY: the caller has the instructions; the load reads eight bytes.
-    unsafe {
-        let bytes = _mm_loadl_epi64(from.as_ptr().cast());
-        let lower = _mm_set1_epi8(15);
-        [
-            _mm_and_si128(bytes, lower),
-            _mm_and_si128(_mm_srli_epi16::<4>(bytes), lower),
-        ]
-    }
 }
 
 /// AVX2 with FMA and F16C.
@@ -344,12 +318,6 @@ impl Simd for Avx2 {
     fn splat_f16(self, x: f16) -> [__m256; 2] {
         // SAFETY: see the impl.
         unsafe { [_mm256_broadcastss_ps(widened(x)); 2] }
-    }
-
-    #[inline(always)]
-    fn widen_u4(self, from: &[u8; LANES / 2]) -> [__m256; 2] {
-        // SAFETY: see the impl.
-        unsafe { halves(from).map(|half| _mm256_cvtepi32_ps(_mm256_cvtepu8_epi32(half))) }
     }
 
     #[inline(always)]
