@@ -6,6 +6,7 @@ use crate::common::*;
 use half::{bf16, f16};
 use kvsmith::internal::compute::pairs;
 use kvsmith::internal::model::Decoder;
+use kvsmith::internal::model::forward::Rows;
 use ndarray::{Array1, Array3, ArrayView1, ArrayView3, Axis, concatenate};
 use serde_json::{Value, json};
 
@@ -252,10 +253,10 @@ fn a_large_document_is_never_held_out_as_a_whole() {
 /// Keys, queries and values of every layer, those of all blocks in a row.
 fn states(model: &str, blocks: &[Vec<u32>]) -> Vec<[Array3<f32>; 3]> {
     let decoder = Decoder::open(Path::new(model)).unwrap();
-    let blocks: Vec<Vec<Captured>> = blocks.iter().map(|ids| captured(&decoder, ids)).collect();
+    let blocks: Vec<Vec<Rows>> = blocks.iter().map(|ids| captured(&decoder, ids)).collect();
     let layer = |i: usize| {
-        let parts: [fn(&Captured) -> ArrayView3<f32>; 3] =
-            [|s| s.k_pre.view(), |s| s.q_pre.view(), |s| s.v.view()];
+        let parts: [fn(&Rows) -> ArrayView3<f32>; 3] =
+            [|s| s.k.pre.view(), |s| s.q.pre.view(), |s| s.v.view()];
         parts.map(|part| {
             let all: Vec<_> = blocks.iter().map(|layers| part(&layers[i])).collect();
             concatenate(Axis(1), &all).unwrap()

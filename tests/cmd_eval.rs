@@ -12,6 +12,7 @@ use kvsmith::internal::method::registry::{METHODS, MethodName};
 use kvsmith::internal::method::sections::SECTIONS;
 use kvsmith::internal::method::{Method, Place, Prompt, Step};
 use kvsmith::internal::model::Decoder;
+use kvsmith::internal::model::forward::Rows;
 use kvsmith::internal::runner::{Counts, DecodeOptions, Session};
 use ndarray::{Array1, ArrayView1, Axis, s};
 use serde_json::{Value, json};
@@ -155,10 +156,10 @@ fn losses_alone_are_those_of_a_whole_measurement() {
 }
 
 /// Recall, mass and output error of the last B candidates (`streaming`) at position `t` of KV head `c`.
-fn naive(states: &Captured, c: usize, t: usize, model_window: Option<usize>, budget: f64) -> [f64; 3] {
+fn naive(states: &Rows, c: usize, t: usize, model_window: Option<usize>, budget: f64) -> [f64; 3] {
     let (sinks, window) = (2, 4);
-    let (h, _, d) = states.q_rope.dim();
-    let r = h / states.k_rope.dim().0;
+    let (h, _, d) = states.q.rope.dim();
+    let r = h / states.k.rope.dim().0;
     let visible: Vec<usize> = (model_window.map_or(0, |w| (t + 1).saturating_sub(w))..t + 1).collect();
     let b = ((budget * visible.len() as f64).floor() as usize).max(1);
     let last = (t + 1 - window).max(visible[0]);
@@ -171,8 +172,8 @@ fn naive(states: &Captured, c: usize, t: usize, model_window: Option<usize>, bud
     let mut probability = vec![0.0; t + 1];
     let (mut mass, mut error, mut size) = (0.0, 0.0, 0.0);
     for a in c * r..(c + 1) * r {
-        let q = states.q_rope.slice(s![a, t, ..]);
-        let (k, v) = (states.k_rope.slice(s![c, .., ..]), states.v.slice(s![c, .., ..]));
+        let q = states.q.rope.slice(s![a, t, ..]);
+        let (k, v) = (states.k.rope.slice(s![c, .., ..]), states.v.slice(s![c, .., ..]));
         let score = |p: usize| reference::dot(q, k.row(p)) / (d as f64).sqrt();
         let sum: f64 = visible.iter().map(|p| score(*p).exp()).sum();
         for p in &visible {
@@ -251,7 +252,7 @@ fn metrics_are_those_of_the_definition() {
             "--methods streaming --budgets {budget} --decode 10 --sinks 2 --window 4 --per-head"
         ));
         let row = &json["rows"][0];
-        let all: Vec<Vec<Captured>> = model
+        let all: Vec<Vec<Rows>> = model
             .documents
             .iter()
             .map(|ids| captured(&decoder, ids))
@@ -440,17 +441,17 @@ fn every_turn_is_that_of_a_session() {
 /// Recall of a method that is driven by hand along the states of full attention, per turn: the mean over
 /// the KV heads of one layer.
 fn shadow_recall(
-    states: &Captured,
+    states: &Rows,
     method: &dyn Method,
     place: &Place,
     turns: &[(Vec<u32>, Vec<u32>)],
 ) -> Vec<f64> {
-    let (h, _, d) = states.q_rope.dim();
-    let (g, r) = (states.k_rope.dim().0, place.group);
+    let (h, _, d) = states.q.rope.dim();
+    let (g, r) = (states.k.rope.dim().0, place.group);
     assert_eq!(h, g * r);
     let mut recalls = vec![0.0; turns.len()];
     for c in 0..g {
-        let (k, v) = (states.k_rope.slice(s![c, .., ..]), states.v.slice(s![c, .., ..]));
+        let (k, v) = (states.k.rope.slice(s![c, .., ..]), states.v.slice(s![c, .., ..]));
         let mut head = method.head(&Place { kv_head: c, ..*place });
         let mut kv = KvHead::new(place.kv, d, 1, Center::Median);
         let (mut t, mut steps) = (0, 0);
@@ -469,13 +470,13 @@ fn shadow_recall(
                     .row_mut(p)
                     .assign(&ArrayView1::from(kv.values().row(p, &mut scratch)));
             }
-            let q_rope = states.q_rope.slice(s![c * r..(c + 1) * r, t..end, ..]);
+            let q_rope = states.q.rope.slice(s![c * r..(c + 1) * r, t..end, ..]);
             let last = q_rope.index_axis(Axis(1), prompt.len() - 1);
             let query = last.mean_axis(Axis(0)).unwrap().to_vec();
             kv.prompt(keys.view(), values.view(), &query, 0..end);
             head.prefill(&Prompt {
                 first: t,
-                k_pre: states.k_pre.slice(s![c, t..end, ..]),
+                k_pre: states.k.pre.slice(s![c, t..end, ..]),
                 q_rope,
                 keys: keys.view(),
                 values: values.view(),
@@ -484,14 +485,14 @@ fn shadow_recall(
             t = end;
             for _ in rest {
                 kv.extend(k.slice(s![t..t + 1, ..]), v.slice(s![t..t + 1, ..]));
-                head.append(states.k_pre.slice(s![c, t..t + 1, ..]), k.slice(s![t..t + 1, ..]));
-                let q = states.q_rope.slice(s![c * r..(c + 1) * r, t, ..]);
+                head.append(states.k.pre.slice(s![c, t..t + 1, ..]), k.slice(s![t..t + 1, ..]));
+                let q = states.q.rope.slice(s![c * r..(c + 1) * r, t, ..]);
                 let step = Step {
                     step: steps,
                     visible: 0..t + 1,
                     candidates: place.limits.sinks..t + 1 - place.limits.window,
                     budget: place.limits.budget.positions(t + 1),
-                    q_pre: states.q_pre.slice(s![c * r..(c + 1) * r, t, ..]),
+                    q_pre: states.q.pre.slice(s![c * r..(c + 1) * r, t, ..]),
                     q_rope: q,
                     kv: &kv,
                 };

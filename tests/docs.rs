@@ -129,8 +129,8 @@ fn python_reads((positions, center): (&str, &str)) {
     let decoder = Decoder::open(&model).unwrap();
     let layer = decoder.layer(0).unwrap();
     let states = layer.project(decoder.embed(&ids).unwrap().view());
-    let keys = states.k_pre.slice(s![0, ..40, ..]);
-    let queries = states.q_pre.index_axis(Axis(1), 11);
+    let keys = states.k.slice(s![0, ..40, ..]);
+    let queries = states.q.index_axis(Axis(1), 11);
     let rows =
         |x: ndarray::ArrayView2<f32>| json!(x.rows().into_iter().map(|r| r.to_vec()).collect::<Vec<_>>());
     let theta = decoder.config.rope.theta;
@@ -139,7 +139,7 @@ fn python_reads((positions, center): (&str, &str)) {
         .map(|i| theta.powf(-2.0 * i as f64 / d as f64))
         .collect();
     let table = decoder.ropes.layer(0).table(0..ids.len());
-    let (k_rope, q_rope) = (rotated(&states.k_pre, &table), rotated(&states.q_pre, &table));
+    let (k_rope, q_rope) = (rotated(&states.k, &table), rotated(&states.q, &table));
     let keys_rope = k_rope.slice(s![0, ..40, ..]);
     // A query of each head of the first group.
     let group = decoder.config.n_heads / decoder.config.n_kv_heads;

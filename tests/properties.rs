@@ -545,17 +545,10 @@ fn retrieval(rope: &str, metric: &str) {
     let n = ids.len();
     let (mut exact, mut keys) = (0, 0);
     for (layer, states) in captured(&decoder, &ids).iter().enumerate() {
-        let Captured {
-            q_pre,
-            k_pre,
-            q_rope,
-            k_rope,
-            ..
-        } = states;
         let (queries, keys_used) = if windowed {
-            (q_pre, k_pre)
+            (&states.q.pre, &states.k.pre)
         } else {
-            (q_rope, k_rope)
+            (&states.q.rope, &states.k.rope)
         };
         for head in 0..g {
             let i = layer * g + head;
@@ -609,7 +602,7 @@ fn retrieval(rope: &str, metric: &str) {
             let mut a2ats = A2ats::new(Arc::clone(codebooks.head(layer, head)), None);
             for p in 0..n {
                 let key = |k: &Array3<f32>| k.slice(s![head, p..p + 1, ..]).to_owned();
-                a2ats.append(key(k_pre).view(), key(k_rope).view());
+                a2ats.append(key(&states.k.pre).view(), key(&states.k.rope).view());
             }
             for budget in [1, 2, 20, 42, 300] {
                 let step = Step {
@@ -617,8 +610,8 @@ fn retrieval(rope: &str, metric: &str) {
                     visible: 0..n,
                     candidates: 4..n - 64,
                     budget,
-                    q_pre: q_pre.slice(group),
-                    q_rope: q_rope.slice(group),
+                    q_pre: states.q.pre.slice(group),
+                    q_rope: states.q.rope.slice(group),
                     kv: &kv,
                 };
                 let expected = reference::select(scores.view(), &codes[4..n - 64], 4, budget);

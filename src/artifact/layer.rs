@@ -6,6 +6,7 @@ use ndarray::{Array2, Array3, ArrayView1, Axis};
 
 use crate::compute::device::Device;
 use crate::error::{Error, Result};
+use crate::kv::Qkv;
 use crate::model::Sizes;
 use crate::model::rope::Rope;
 use crate::stats::moments::{LayerMoments, QuerySums};
@@ -23,12 +24,9 @@ pub struct LayerStates<'a> {
     pub window: Option<usize>,
     /// The device for the heavy operations.
     pub device: &'a dyn Device,
-    /// Reads all rows of a KV head before rotation, `[n,d]`.
-    pub keys: ReadHead<'a>,
-    /// Reads the rows of a query head that the fit asked for (`Fit::query_rows`), before rotation.
-    pub queries: ReadHead<'a>,
-    /// Reads all values of a KV head, `[n,d]`; empty unless the section's facts say that it reads them.
-    pub values: ReadHead<'a>,
+    /// Read a head's states: the queries that the fit asked for (`Fit::query_rows`), all keys, `[n,d]`, both before rotation,
+    /// and all values, `[n,d]`, which are empty unless the section's facts say that it reads them.
+    pub read: Qkv<ReadHead<'a>>,
     /// The query moments, if the section reads them.
     pub moments: Option<&'a LayerMoments>,
     /// The sums from which the moments under other rotations follow, if the fit reads them.
@@ -109,7 +107,7 @@ impl LayerStates<'_> {
         let of = |rows: &Vec<usize>| Array3::zeros((heads.len(), rows.len(), self.sizes.head_dim));
         let mut out = rows.each_ref().map(of);
         for (i, head) in heads.enumerate() {
-            let mut keys = (self.keys)(head)?;
+            let mut keys = (self.read.k)(head)?;
             change(&mut keys)?;
             for (out, rows) in out.iter_mut().zip(&rows) {
                 for (mut to, row) in out.index_axis_mut(Axis(0), i).outer_iter_mut().zip(rows) {
@@ -125,7 +123,7 @@ impl LayerStates<'_> {
     pub fn constant_heads(&self) -> Result<Vec<usize>> {
         let mut constant = Vec::new();
         for head in 0..self.sizes.n_kv_heads {
-            let keys = (self.keys)(head)?;
+            let keys = (self.read.k)(head)?;
             if keys.nrows() > 1 && keys.outer_iter().all(|key| key == keys.row(0)) {
                 constant.push(head);
             }

@@ -15,6 +15,7 @@ use crate::dump::moments::Moments;
 use crate::dump::{Dump, LayerDump, State};
 use crate::env::Reporter;
 use crate::error::{Error, Result};
+use crate::kv::Qkv;
 use crate::method::a2ats::CODEWORDS;
 use crate::method::sections::SECTIONS;
 use crate::model::rope::Rope;
@@ -142,12 +143,14 @@ impl<'a> DumpFit<'a> {
                 sizes,
                 window: model.windows[layer],
                 device,
-                keys: &|head| file.read(State::KPre, head, 0, dump.n),
-                queries: &|head| {
-                    let all = file.read(State::QPre, head, 0, dump.n)?;
-                    Ok(all.select(Axis(0), fit.query_rows()))
+                read: Qkv {
+                    q: &|head| {
+                        let all = file.read(State::QPre, head, 0, dump.n)?;
+                        Ok(all.select(Axis(0), fit.query_rows()))
+                    },
+                    k: &|head| file.read(State::KPre, head, 0, dump.n),
+                    v: &|head| file.read(State::V, head, 0, dump.n),
                 },
-                values: &|head| file.read(State::V, head, 0, dump.n),
                 moments: moments.as_ref(),
                 sums: sums.as_ref(),
                 block_start: &dump.corpus.block_start,

@@ -11,6 +11,7 @@ use crate::corpus::Corpus;
 use crate::env::{Progress, Reporter};
 use crate::error::{Error, Result};
 use crate::heap;
+use crate::kv::Qkv;
 use crate::model::Decoder;
 use crate::model::forward::Layers;
 use crate::stats::moments::{LayerMoments, Position, QuerySums};
@@ -33,12 +34,9 @@ pub(super) struct Pass<'a> {
 
 /// The states of one layer, as far as the fits read them.
 struct Captured {
-    /// Keys before rotation, `[g,n,d]`.
-    keys: Array3<f32>,
-    /// Queries of `query_rows` before rotation, `[h,rows,d]`.
-    queries: Array3<f32>,
-    /// Values, `[g,n,d]`; without heads unless a fit reads values.
-    values: Array3<f32>,
+    /// Queries of `query_rows`, `[h,rows,d]`, and keys, `[g,n,d]`, before rotation; values, `[g,n,d]`, without heads unless a
+    /// fit reads values.
+    states: Qkv<Array3<f32>>,
     /// Moments at the position asked for.
     moments: LayerMoments,
     /// Moments with each query at its own position.
@@ -107,34 +105,29 @@ impl Pass<'_> {
         let c = &self.decoder.config;
         let rows = &self.query_rows;
         let rows_of = |heads: usize| Array3::zeros((heads, self.corpus.n_tokens(), c.head_dim));
-        let (mut keys, mut values) = (rows_of(c.n_kv_heads), rows_of(self.value_heads()));
-        let mut queries = Array3::zeros((c.n_heads, rows.len(), c.head_dim));
+        let mut read = Qkv {
+            q: Array3::zeros((c.n_heads, rows.len(), c.head_dim)),
+            k: rows_of(c.n_kv_heads),
+            v: rows_of(self.value_heads()),
+        };
         let mut sums = QuerySums::new(c.n_kv_heads, c.head_dim);
         capture.layer(progress, &mut |block, states| {
-            let (q_pre, kept) = (states.q_pre.view(), &self.kept[block.clone()]);
-            sums.add(&QuerySums::of_block(
-                self.device,
-                c.n_kv_heads,
-                q_pre,
-                kept,
-                rope,
-            )?);
+            let (q, kept) = (states.q.view(), &self.kept[block.clone()]);
+            sums.add(&QuerySums::of_block(self.device, c.n_kv_heads, q, kept, rope)?);
             let first = rows.partition_point(|row| *row < block.start);
             let within = rows[first..].iter().take_while(|row| **row < block.end);
             for (i, row) in (first..).zip(within) {
-                let query = q_pre.slice(s![.., row - block.start, ..]);
-                queries.slice_mut(s![.., i, ..]).assign(&query);
+                let query = q.slice(s![.., row - block.start, ..]);
+                read.q.slice_mut(s![.., i, ..]).assign(&query);
             }
-            if !values.is_empty() {
-                values.slice_mut(s![.., block.clone(), ..]).assign(&states.v);
+            if !read.v.is_empty() {
+                read.v.slice_mut(s![.., block.clone(), ..]).assign(&states.v);
             }
-            keys.slice_mut(s![.., block, ..]).assign(&states.k_pre);
+            read.k.slice_mut(s![.., block, ..]).assign(&states.k);
             Ok(())
         })?;
         Ok(Captured {
-            keys,
-            queries,
-            values,
+            states: read,
             moments: sums.at(self.position, rope),
             own_moments: sums.at(Position::Own, rope),
             sums,
@@ -165,12 +158,14 @@ impl Pass<'_> {
                 sizes: self.decoder.config.sizes(),
                 window: self.decoder.config.blocks[layer].window,
                 device: kind.device(self.device),
-                keys: &|head| Ok(captured.keys.index_axis(Axis(0), head).to_owned()),
-                queries: &|head| {
-                    let queries = captured.queries.index_axis(Axis(0), head);
-                    Ok(queries.select(Axis(0), &query_rows))
+                read: Qkv {
+                    q: &|head| {
+                        let queries = captured.states.q.index_axis(Axis(0), head);
+                        Ok(queries.select(Axis(0), &query_rows))
+                    },
+                    k: &|head| Ok(captured.states.k.index_axis(Axis(0), head).to_owned()),
+                    v: &|head| Ok(captured.states.v.index_axis(Axis(0), head).to_owned()),
                 },
-                values: &|head| Ok(captured.values.index_axis(Axis(0), head).to_owned()),
                 moments: match kind.facts().moments {
                     MomentsRead::Nothing => None,
                     MomentsRead::Chosen => Some(&captured.moments),

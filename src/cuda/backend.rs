@@ -242,20 +242,22 @@ impl<'a> CudaBackend<'a> {
         if let Some((room, heads)) = gathered {
             room.gather(work, heads, 1)?;
         }
-        let rows = gathered.map_or(&work.heads, |(room, _)| &room.rows);
-        let (queries, keys) = (rows.queries(), rows.keys());
-        cache.append(&rows.k_rope, &rows.v, 1, positions)?;
-        index.append(keys, positions)?;
+        let (rows, attended) = match gathered {
+            Some((room, _)) => (&room.rows, &room.attended),
+            None => (&work.heads, &work.attended),
+        };
+        cache.append(&rows.k.rope, &rows.v, 1, positions)?;
+        index.append(rows.k.as_ref(), positions)?;
         let at_step = CudaStep {
             number: step,
-            queries,
+            queries: rows.q.as_ref(),
             cache: Some(cache.as_ref()),
             positions,
         };
         let chosen = index.select(&at_step)?;
-        cache.attend(&space.attention, queries.rope, positions, chosen)?;
+        cache.attend(&space.attention, &rows.q.rope, positions, chosen)?;
         index.observe(&at_step, &space.attention)?;
-        space.attention.output_rows(&rows.attended)?;
+        space.attention.output_rows(attended)?;
         let sums = self.tallies.part(part.number * TALLIES, TALLIES);
         // The output and its tally need not wait for one another.
         self.model

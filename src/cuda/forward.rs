@@ -21,8 +21,9 @@ use crate::compute::simd;
 use crate::env;
 use crate::error::{Error, Result};
 use crate::float::Float;
+use crate::kv::Rotated;
 use crate::model::Decoder;
-use crate::model::forward::{Attend, Cache, Context, Done, Forward, Rows, check_prompt};
+use crate::model::forward::{Attend, Cache, Done, Forward, PromptRows, Rows, check_prompt};
 
 /// The most rows for which a workspace is kept from step to step.
 const KEPT_ROWS: usize = 16;
@@ -77,14 +78,15 @@ impl<'a> CudaForward<'a> {
     }
 
     /// Computes the queries, keys and values of a prompt chunk by chunk, and returns them for the caches.
-    fn prompt_rows(&self, weights: &LayerWeights<'_>, pass: &Pass<'_>) -> Result<Rows> {
+    fn prompt_rows(&self, weights: &LayerWeights<'_>, pass: &Pass<'_>) -> Result<PromptRows> {
         let (s, m) = (self.body.sizes(), pass.m);
         let heads = |heads| Array3::zeros((heads, m, s.head_dim));
-        let mut rows = Rows {
-            q_pre: Array3::zeros((0, 0, 0)),
-            q_rope: heads(s.n_heads),
-            k_pre: heads(s.n_kv_heads),
-            k_rope: heads(s.n_kv_heads),
+        let mut rows = PromptRows {
+            q: heads(s.n_heads),
+            k: Rotated {
+                pre: heads(s.n_kv_heads),
+                rope: heads(s.n_kv_heads),
+            },
             v: heads(s.n_kv_heads),
         };
         for (start, n) in pass.chunks() {
@@ -95,31 +97,31 @@ impl<'a> CudaForward<'a> {
                 apart: 1,
             };
             pass.work.project(weights, &hidden, n, n, &pass.rotation, at)?;
-            fetch(&pass.work.heads.q_rope, &mut rows.q_rope, start, n)?;
-            fetch(&pass.work.heads.k_pre, &mut rows.k_pre, start, n)?;
-            fetch(&pass.work.heads.k_rope, &mut rows.k_rope, start, n)?;
+            fetch(&pass.work.heads.q.rope, &mut rows.q, start, n)?;
+            fetch(&pass.work.heads.k.pre, &mut rows.k.pre, start, n)?;
+            fetch(&pass.work.heads.k.rope, &mut rows.k.rope, start, n)?;
             fetch(&pass.work.heads.v, &mut rows.v, start, n)?;
         }
         Ok(rows)
     }
 
-    /// Attends the keys and values that the caches returned, and runs the rest of the layer for the rows from `skipped`
+    /// Attends the joined rows that the caches returned, and runs the rest of the layer for the rows from `skipped`
     /// on.
     fn attend_prompt(
         &self,
         weights: &LayerWeights<'_>,
         pass: &mut Pass<'_>,
-        context: &Context,
+        rows: &PromptRows,
         skipped: usize,
     ) -> Result<()> {
         let (s, total) = (self.body.sizes(), pass.first + pass.m);
         pass.context.clear()?;
         for start in (0..total).step_by(ROWS) {
             let n = ROWS.min(total - start);
-            put(&context.keys, &pass.work.heads.k_rope, start, n)?;
-            put(&context.values, &pass.work.heads.v, start, n)?;
+            put(&rows.k.rope, &pass.work.heads.k.rope, start, n)?;
+            put(&rows.v, &pass.work.heads.v, start, n)?;
             pass.context
-                .append(&pass.work.heads.k_rope, &pass.work.heads.v, n)?;
+                .append(&pass.work.heads.k.rope, &pass.work.heads.v, n)?;
         }
         for (start, n) in pass.chunks() {
             let (start, n) = match (start + n).checked_sub(skipped) {
@@ -128,11 +130,11 @@ impl<'a> CudaForward<'a> {
                 Some(_) => (start, n),
             };
             env::check()?;
-            put(&context.q_rope, &pass.work.heads.q_rope, start, n)?;
-            let (first, out) = (pass.first + start, &pass.work.heads.attended);
+            put(&rows.q, &pass.work.heads.q.rope, start, n)?;
+            let (first, out) = (pass.first + start, &pass.work.attended);
             pass.context
                 .rows
-                .attend_prompt(&pass.work.heads.q_rope, first, n, weights.window, out)?;
+                .attend_prompt(&pass.work.heads.q.rope, first, n, weights.window, out)?;
             let hidden = pass.hidden.part(start * s.hidden, n * s.hidden);
             pass.work.finish(weights, &hidden, n)?;
         }
@@ -177,15 +179,15 @@ impl Forward for CudaForward<'_> {
         for (index, weights) in body.layers.iter().enumerate() {
             let rows = self.prompt_rows(weights, &pass)?;
             let finite = |x: &Array3<f32>| simd::all_finite(elements(x));
-            if ![&rows.q_rope, &rows.k_rope, &rows.v].into_iter().all(finite) {
+            if ![&rows.q, &rows.k.rope, &rows.v].into_iter().all(finite) {
                 let layer = self.decoder.layer(index)?;
                 let place = format!("the states of layer {index}");
                 return Err(self.decoder.diagnose(&layer.weights(), &place));
             }
-            let context = cache(index, rows);
+            let rows = cache(index, rows);
             // Only the last position of the last layer's output is needed.
             let skipped = if index + 1 == body.layers.len() { m - 1 } else { 0 };
-            self.attend_prompt(weights, &mut pass, &context, skipped)?;
+            self.attend_prompt(weights, &mut pass, &rows, skipped)?;
             let left = (m - skipped) * s.hidden;
             pass.finite
                 .look(&pass.hidden.part(skipped * s.hidden, left), left, index)?;
@@ -222,16 +224,20 @@ impl Forward for CudaForward<'_> {
                 fetch(from, &mut out, 0, n)?;
                 Ok(out)
             };
+            let both = |from: &Rotated<Buffer<'_, f32>>, heads| -> Result<Rotated<Array3<f32>>> {
+                Ok(Rotated {
+                    pre: read(&from.pre, heads)?,
+                    rope: read(&from.rope, heads)?,
+                })
+            };
             let rows = Rows {
-                q_pre: read(&work.heads.q_pre, s.n_heads)?,
-                q_rope: read(&work.heads.q_rope, s.n_heads)?,
-                k_pre: read(&work.heads.k_pre, s.n_kv_heads)?,
-                k_rope: read(&work.heads.k_rope, s.n_kv_heads)?,
+                q: both(&work.heads.q, s.n_heads)?,
+                k: both(&work.heads.k, s.n_kv_heads)?,
                 v: read(&work.heads.v, s.n_kv_heads)?,
             };
             let mut attended = Array3::<f32>::zeros((n, s.n_heads, s.head_dim));
             attend(index, &rows, attended.view_mut())?;
-            work.heads.attended.write(elements(&attended))?;
+            work.attended.write(elements(&attended))?;
             work.finish(weights, hidden, n)?;
             space.finite.look(hidden, n * s.hidden, index)?;
         }

@@ -35,6 +35,8 @@ pub(super) struct HeadRoom<'d> {
     driver: &'d dyn Driver,
     shape: Shape,
     pub rows: HeadRows<'d>,
+    /// Their attention output, `[b m, n r d]`.
+    pub attended: Buffer<'d, f32>,
 }
 
 impl<'d> HeadRoom<'d> {
@@ -44,10 +46,12 @@ impl<'d> HeadRoom<'d> {
     /// Out of memory.
     pub fn new(driver: &'d dyn Driver, shape: Shape, rows: usize) -> Result<Self> {
         let kv = shape.kv_heads * shape.head_dim;
+        let (what, widths) = ("rows of some heads", [kv * shape.group, kv]);
         Ok(Self {
             driver,
             shape,
-            rows: HeadRows::new(driver, "rows of some heads", rows, [kv * shape.group, kv])?,
+            rows: HeadRows::new(driver, what, rows, widths)?,
+            attended: Buffer::new(driver, what, rows * widths[0])?,
         })
     }
 
@@ -72,10 +76,10 @@ impl<'d> HeadRoom<'d> {
             }
             .launch(self.driver, [values.div_ceil(256), n * group, sequences])
         };
-        gather(&all.q_pre, &some.q_pre, group)?;
-        gather(&all.q_rope, &some.q_rope, group)?;
-        gather(&all.k_pre, &some.k_pre, 1)?;
-        gather(&all.k_rope, &some.k_rope, 1)?;
+        gather(&all.q.pre, &some.q.pre, group)?;
+        gather(&all.q.rope, &some.q.rope, group)?;
+        gather(&all.k.pre, &some.k.pre, 1)?;
+        gather(&all.k.rope, &some.k.rope, 1)?;
         gather(&all.v, &some.v, 1)
     }
 
@@ -84,9 +88,9 @@ impl<'d> HeadRoom<'d> {
         let (group, d) = (self.shape.group, self.shape.head_dim);
         let own = heads.kv_heads.len() * group * d;
         kernels::ScatterHeads {
-            some: self.rows.attended.ptr(),
+            some: self.attended.ptr(),
             list: heads.list.ptr(),
-            all: work.heads.attended.ptr(),
+            all: work.attended.ptr(),
             group,
             d,
             own,

@@ -27,7 +27,7 @@ use crate::kv::cuda::float::LayerRows;
 use crate::kv::cuda::rows::CudaRows;
 use crate::kv::cuda::{CudaSelection, Positions, Shape};
 use crate::kv::sample::Sampler;
-use crate::kv::{KvHead, StaticSet};
+use crate::kv::{KvHead, Qkv, StaticSet};
 use crate::method::cuda::{CudaIndex, CudaNeeds, CudaStep, OnDevice, ServedLayer};
 use crate::method::{CUDA_GRANULE, Method, Reads, Selection};
 use crate::runner::{Backend, Counts, DecodeOptions, Shares, StepAt, Trace, add_rows};
@@ -185,12 +185,8 @@ impl<'a> HostBackend<'a> {
 
 /// The data of one layer that a step copies to the CPU.
 struct Arrived {
-    /// The new keys, `[g,d]`.
-    keys: Vec<f32>,
-    /// The new values, `[g,d]`.
-    values: Vec<f32>,
-    /// The queries, `[h,d]`.
-    queries: Vec<f32>,
+    /// The queries `[h,d]`, the new keys and values `[g,d]`.
+    rows: Qkv<Vec<f32>>,
     /// The chosen positions of each KV head.
     chosen: Vec<Vec<u32>>,
 }
@@ -206,23 +202,27 @@ impl HostLayer<'_> {
         set: &StaticSet,
         step: usize,
     ) -> Result<Arrived> {
-        self.index.append(work.heads.keys(), positions)?;
+        self.index.append(work.heads.k.as_ref(), positions)?;
         let selection = self.index.select(&CudaStep {
             number: step,
-            queries: work.heads.queries(),
+            queries: work.heads.q.as_ref(),
             cache: None,
             positions,
         })?;
         if let Some(rows) = &self.static_rows {
-            rows.append(&work.heads.k_rope, &work.heads.v, 1, &static_set.writing)?;
+            rows.append(&work.heads.k.rope, &work.heads.v, 1, &static_set.writing)?;
         }
         let (g, kv, q) = (self.heads.len(), work.sizes.kv(), work.sizes.attended());
-        let (mut keys, mut values, mut queries) = (vec![0.0; kv], vec![0.0; kv], vec![0.0; q]);
+        let mut rows = Qkv {
+            q: vec![0.0; q],
+            k: vec![0.0; kv],
+            v: vec![0.0; kv],
+        };
         let mut lists = selection.map(CudaSelection::arriving);
         let mut parts = vec![
-            work.heads.k_rope.to(&mut keys),
-            work.heads.v.to(&mut values),
-            work.heads.q_rope.to(&mut queries),
+            work.heads.k.rope.to(&mut rows.k),
+            work.heads.v.to(&mut rows.v),
+            work.heads.q.rope.to(&mut rows.q),
         ];
         if let (Some(selection), Some(lists)) = (selection, &mut lists) {
             parts.extend(selection.parts(lists));
@@ -233,7 +233,7 @@ impl HostLayer<'_> {
                 let StaticAttention {
                     attention, reading, ..
                 } = static_set;
-                rows.attend(attention, &work.heads.q_rope, reading, None)
+                rows.attend(attention, &work.heads.q.rope, reading, None)
             }
             None => Ok(()),
         })?;
@@ -241,12 +241,7 @@ impl HostLayer<'_> {
             Some(lists) => lists.positions(),
             None => vec![set.candidates.clone().map(|p| p as u32).collect(); g],
         };
-        Ok(Arrived {
-            keys,
-            values,
-            queries,
-            chosen,
-        })
+        Ok(Arrived { rows, chosen })
     }
 
     /// Appends the last position to the caches and fills its attention output. Returns the positions that each KV head
@@ -258,19 +253,20 @@ impl HostLayer<'_> {
         set: &StaticSet,
         arrived: Arrived,
     ) -> Result<Vec<Vec<u32>>> {
-        let (d, chosen) = (work.sizes.head_dim, arrived.chosen);
-        extend(&mut self.heads, &arrived.keys, &arrived.values, 1)?;
+        let d = work.sizes.head_dim;
+        let Arrived { rows: new, chosen } = arrived;
+        extend(&mut self.heads, &new.k, &new.v, 1)?;
         if self.static_rows.is_some() {
-            let others = attend_on_cpu(&self.heads, &arrived.queries, &chosen, d)?;
+            let others = attend_on_cpu(&self.heads, &new.q, &chosen, d)?;
             static_set.others.send(&others)?;
             static_set
                 .attention
-                .join_rows(&static_set.others, &work.heads.attended)?;
+                .join_rows(&static_set.others, &work.attended)?;
         } else {
             let lists: Vec<Vec<u32>> = chosen.iter().map(|chosen| set.merge(chosen)).collect();
-            let rows = attend_on_cpu(&self.heads, &arrived.queries, &lists, d)?;
+            let rows = attend_on_cpu(&self.heads, &new.q, &lists, d)?;
             let outputs: Vec<f32> = rows.chunks(d + 1).flat_map(|row| &row[..d]).copied().collect();
-            work.heads.attended.send(&outputs)?;
+            work.attended.send(&outputs)?;
         }
         Ok(chosen)
     }
@@ -321,7 +317,7 @@ fn store(heads: &mut [KvHead], work: &Workspace<'_>, n: usize) -> Result<()> {
     let values = heads.len() * n * work.sizes.head_dim;
     let mut arrived = (vec![0.0; values], vec![0.0; values]);
     let mut parts = [
-        work.heads.k_rope.to(&mut arrived.0),
+        work.heads.k.rope.to(&mut arrived.0),
         work.heads.v.to(&mut arrived.1),
     ];
     work.driver.fetch(&mut parts, &mut || Ok(()))?;

@@ -79,8 +79,8 @@ impl CudaLayer<'_> {
         };
         let heads = |heads| Array3::zeros((heads, m, s.head_dim));
         let mut states = States {
-            q_pre: heads(s.n_heads),
-            k_pre: heads(s.n_kv_heads),
+            q: heads(s.n_heads),
+            k: heads(s.n_kv_heads),
             v: heads(s.n_kv_heads),
         };
         for first in (0..m).step_by(chunk) {
@@ -89,20 +89,16 @@ impl CudaLayer<'_> {
             rows.write(elements(&part))?;
             let at = RowPositions::At { first, apart: 1 };
             work.project(&self.weights, &rows, n, n, &rotation, at)?;
-            fetch(&work.heads.q_pre, &mut states.q_pre, first, n)?;
-            fetch(&work.heads.k_pre, &mut states.k_pre, first, n)?;
+            fetch(&work.heads.q.pre, &mut states.q, first, n)?;
+            fetch(&work.heads.k.pre, &mut states.k, first, n)?;
             fetch(&work.heads.v, &mut states.v, first, n)?;
             let (Hidden::Changed(hidden), Some(context)) = (&mut hidden, &mut context) else {
                 continue;
             };
-            context.append(&work.heads.k_rope, &work.heads.v, n)?;
-            context.rows.attend_prompt(
-                &work.heads.q_rope,
-                first,
-                n,
-                self.weights.window,
-                &work.heads.attended,
-            )?;
+            context.append(&work.heads.k.rope, &work.heads.v, n)?;
+            context
+                .rows
+                .attend_prompt(&work.heads.q.rope, first, n, self.weights.window, &work.attended)?;
             work.finish(&self.weights, &rows, n)?;
             let values = rows.read_part(0, n * s.hidden)?;
             let mut part = hidden.slice_mut(s![first..first + n, ..]);
@@ -153,7 +149,7 @@ impl BlockLayer for CudaLayer<'_> {
         let attended = attended.axis_chunks_iter(Axis(0), chunk);
         for (mut part, attended) in hidden.axis_chunks_iter_mut(Axis(0), chunk).zip(attended) {
             rows.write(elements(&part))?;
-            work.heads.attended.write(elements(&attended))?;
+            work.attended.write(elements(&attended))?;
             work.finish(&self.weights, &rows, part.nrows())?;
             let values = rows.read_part(0, part.len())?;
             elements_mut(&mut part).copy_from_slice(&values);

@@ -12,10 +12,10 @@ use crate::env;
 use crate::error::{Error, Result};
 use crate::kv::cuda::float::LayerRows;
 use crate::kv::cuda::prompt::{Prompts, Queries};
-use crate::kv::cuda::rows::{CudaRows, Prompted};
+use crate::kv::cuda::rows::{CudaRows, WholePrompt};
 use crate::kv::cuda::{Positions, Shape};
 use crate::kv::packed::Layout;
-use crate::method::cuda::{Chunk, CudaIndex, WholePrompt};
+use crate::method::cuda::{Chunk, CudaIndex};
 
 /// A prompt of one sequence. It passes each layer in chunks of rows.
 pub(super) struct PromptPass<'d> {
@@ -144,15 +144,22 @@ impl<'d> PromptPass<'d> {
         self.hidden.part(start * width, n * width)
     }
 
-    /// Returns the rotated queries of the last chunk.
-    fn queries<'s>(&'s self, space: &'s PromptSpace<'d>) -> Queries<'s> {
-        Queries {
-            rows: &space
-                .room
-                .as_ref()
-                .map_or(&self.work.heads, |room| &room.rows)
-                .q_rope,
-            m: (self.m - 1) % ROWS + 1,
+    /// Describes the whole prompt, whose keys and values are in `rows`.
+    fn whole<'s>(
+        &'s self,
+        space: &'s PromptSpace<'d>,
+        rows: &'s LayerRows<'s>,
+        positions: &'s Positions<'d>,
+    ) -> WholePrompt<'s> {
+        let heads = space.room.as_ref().map_or(&self.work.heads, |room| &room.rows);
+        WholePrompt {
+            rows,
+            queries: Queries {
+                rows: &heads.q.rope,
+                m: (self.m - 1) % ROWS + 1,
+            },
+            prompts: space.prompts.as_ref(),
+            positions,
         }
     }
 
@@ -172,13 +179,7 @@ impl<'d> PromptPass<'d> {
         let Some(context) = &space.context else {
             return Ok(());
         };
-        to.prompt(&Prompted {
-            rows: &context.rows,
-            queries: self.queries(space),
-            layout,
-            positions,
-            room: space.prompts.as_ref(),
-        })
+        to.prompt(&self.whole(space, &context.rows, positions), layout)
     }
 
     /// Appends the `n` keys and values that were projected last to the context of the first shape.
@@ -186,7 +187,7 @@ impl<'d> PromptPass<'d> {
         let context = self.spaces.first_mut().and_then(|space| space.context.as_mut());
         context
             .ok_or_else(no_rows)?
-            .append(&self.work.heads.k_rope, &self.work.heads.v, n)
+            .append(&self.work.heads.k.rope, &self.work.heads.v, n)
     }
 
     /// Runs all rows through a layer and appends their keys and values to its contexts or caches. `own` has the positions of
@@ -229,24 +230,25 @@ impl<'d> PromptPass<'d> {
                 if let Some((room, heads)) = gathered {
                     room.gather(work, heads, n)?;
                 }
-                let heads = gathered.map_or(&work.heads, |(room, _)| &room.rows);
-                let (queries, keys) = (heads.queries(), heads.keys());
+                let (heads, attended) = match gathered {
+                    Some((room, _)) => (&room.rows, &room.attended),
+                    None => (&work.heads, &work.attended),
+                };
                 if let Some(context) = &mut space.context {
-                    context.append(&heads.k_rope, &heads.v, n)?;
+                    context.append(&heads.k.rope, &heads.v, n)?;
                 }
                 if let Some(cache) = part.cache {
-                    cache.extend(&heads.k_rope, &heads.v, n, positions)?;
+                    cache.extend(&heads.k.rope, &heads.v, n, positions)?;
                 }
                 let rows = space.attended(part)?;
                 part.index.extend(&Chunk {
-                    queries,
-                    keys,
+                    own: heads.as_ref(),
                     m: n,
                     rows,
                     positions,
                 })?;
                 if is_wanted {
-                    rows.attend_prompt(&heads.q_rope, at, n, weights.window, &heads.attended)?;
+                    rows.attend_prompt(&heads.q.rope, at, n, weights.window, attended)?;
                     if let Some((room, heads)) = space.room.as_ref().zip(part.heads) {
                         room.scatter(work, heads, n)?;
                     }
@@ -273,13 +275,9 @@ impl<'d> PromptPass<'d> {
         for part in &layer.parts {
             let space = &self.spaces[part.space];
             let windows = own.get(part.space).and_then(Option::as_ref);
-            part.index.end_of_prompt(&WholePrompt {
-                rows: space.attended(part)?,
-                cache: part.cache,
-                queries: self.queries(space),
-                prompts: space.prompts.as_ref(),
-                positions: windows.unwrap_or(&model.windows).layer(layer.number),
-            })?;
+            let positions = windows.unwrap_or(&model.windows).layer(layer.number);
+            let prompt = self.whole(space, space.attended(part)?, positions);
+            part.index.end_of_prompt(&prompt, part.cache)?;
         }
         Ok(())
     }

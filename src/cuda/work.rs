@@ -9,7 +9,8 @@ use crate::compute::cuda::driver::Driver;
 use crate::compute::cuda::kernels;
 use crate::compute::cuda::linear::{Linear, Products};
 use crate::error::Result;
-use crate::kv::cuda::{Positions, Rotated};
+use crate::kv::cuda::Positions;
+use crate::kv::{Rotated, RotatedQkv};
 use crate::model::rope::{Rope, RopeTable};
 
 /// The positions of rows within their sequences.
@@ -73,21 +74,8 @@ impl<'d> Rotation<'d> {
     }
 }
 
-/// The queries, keys and values of n KV heads with r query heads each, and their attention output: for b sequences of m rows.
-pub struct HeadRows<'d> {
-    /// The queries before rotation, `[b,n r,m,d]`.
-    pub q_pre: Buffer<'d, f32>,
-    /// The queries after rotation, `[b,n r,m,d]`.
-    pub q_rope: Buffer<'d, f32>,
-    /// The keys before rotation, `[b,n,m,d]`.
-    pub k_pre: Buffer<'d, f32>,
-    /// The keys after rotation, `[b,n,m,d]`.
-    pub k_rope: Buffer<'d, f32>,
-    /// The values, `[b,n,m,d]`.
-    pub v: Buffer<'d, f32>,
-    /// The attention output, `[b m, n r d]`.
-    pub attended: Buffer<'d, f32>,
-}
+/// Queries `[b,n r,m,d]`, keys and values `[b,n,m,d]` of n KV heads with r query heads each, for b sequences of m rows.
+pub type HeadRows<'d> = RotatedQkv<Buffer<'d, f32>>;
 
 impl<'d> HeadRows<'d> {
     /// Allocates the buffers for `rows` rows, b m, of n r d values of queries and n d values of keys each.
@@ -97,29 +85,16 @@ impl<'d> HeadRows<'d> {
     pub fn new(driver: &'d dyn Driver, what: &'static str, rows: usize, widths: [usize; 2]) -> Result<Self> {
         let [queries, keys] = widths.map(|width| move || Buffer::new(driver, what, rows * width));
         Ok(Self {
-            q_pre: queries()?,
-            q_rope: queries()?,
-            k_pre: keys()?,
-            k_rope: keys()?,
+            q: Rotated {
+                pre: queries()?,
+                rope: queries()?,
+            },
+            k: Rotated {
+                pre: keys()?,
+                rope: keys()?,
+            },
             v: keys()?,
-            attended: queries()?,
         })
-    }
-
-    /// Returns the queries.
-    pub fn queries(&self) -> Rotated<'_> {
-        Rotated {
-            pre: &self.q_pre,
-            rope: &self.q_rope,
-        }
-    }
-
-    /// Returns the keys.
-    pub fn keys(&self) -> Rotated<'_> {
-        Rotated {
-            pre: &self.k_pre,
-            rope: &self.k_rope,
-        }
     }
 }
 
@@ -133,8 +108,10 @@ pub struct Workspace<'d> {
     pub(crate) normed: Buffer<'d, f32>,
     /// The joined queries, keys and values, `[rows, (h + 2 g) d]`.
     pub(crate) qkv: Buffer<'d, f32>,
-    /// The queries, keys and values of all heads, and their attention output.
+    /// The queries, keys and values of all heads.
     pub heads: HeadRows<'d>,
+    /// The attention output of all heads, `[rows, h d]`.
+    pub attended: Buffer<'d, f32>,
     /// The joined gate and up projections, `[rows, 2 intermediate]`.
     pub(crate) gate_up: Buffer<'d, f32>,
     /// The input of the down projection, `[rows, intermediate]`.
@@ -157,6 +134,7 @@ impl<'d> Workspace<'d> {
             normed: buffer(sizes.hidden)?,
             qkv: buffer(sizes.qkv())?,
             heads: HeadRows::new(driver, "activations", rows, [sizes.attended(), kv])?,
+            attended: buffer(sizes.attended())?,
             gate_up: buffer(2 * ffn)?,
             activated: buffer(ffn)?,
             products: Products::new(driver, precision == Precision::F32, rows * sizes.widest())?,
@@ -190,10 +168,10 @@ impl<'d> Workspace<'d> {
             cosines: rotation.cosines.ptr(),
             sines: rotation.sines.ptr(),
             lens,
-            q_pre: self.heads.q_pre.ptr(),
-            q_rope: self.heads.q_rope.ptr(),
-            k_pre: self.heads.k_pre.ptr(),
-            k_rope: self.heads.k_rope.ptr(),
+            q_pre: self.heads.q.pre.ptr(),
+            q_rope: self.heads.q.rope.ptr(),
+            k_pre: self.heads.k.pre.ptr(),
+            k_rope: self.heads.k.rope.ptr(),
             v: self.heads.v.ptr(),
             rows,
             m,
@@ -209,7 +187,7 @@ impl<'d> Workspace<'d> {
 
     /// Adds the projected attention output (from `attended`) and then the MLP's output to `rows` rows of hidden states.
     pub fn finish(&self, weights: &LayerWeights<'_>, hidden: &Buffer<'_, f32>, rows: usize) -> Result<()> {
-        self.multiply(&weights.o, &self.heads.attended, rows, hidden, true)?;
+        self.multiply(&weights.o, &self.attended, rows, hidden, true)?;
         self.norm(hidden, &weights.mlp_norm, &self.normed, rows)?;
         self.multiply(&weights.gate_up, &self.normed, rows, &self.gate_up, false)?;
         let ffn = self.sizes.intermediate;

@@ -59,16 +59,16 @@ pub fn write(
         let mut sums = QuerySums::new(sizes.n_kv_heads, sizes.head_dim);
         let mut blocks = 0..corpus.n_blocks();
         capture.layer(progress.as_ref(), &mut |rows, states| {
-            let (q_pre, kept) = (states.q_pre.view(), &kept[rows.clone()]);
-            let block = QuerySums::of_block(device, sizes.n_kv_heads, q_pre, kept, decoder.ropes.layer(i))?;
+            let (q, kept) = (states.q.view(), &kept[rows.clone()]);
+            let block = QuerySums::of_block(device, sizes.n_kv_heads, q, kept, decoder.ropes.layer(i))?;
             sums.add(&block);
             if let Some(i) = blocks.next().filter(|_| job.shard.is_some()) {
                 put_sums(&writer, i, &block)?;
             }
             let put = |name, x: &Array3<f32>| put_rows(&writer, name, x.view(), rows.start, n, options.dtype);
-            put("k_pre", &states.k_pre)?;
+            put("k_pre", &states.k)?;
             if options.queries {
-                put("q_pre", &states.q_pre)?;
+                put("q_pre", &states.q)?;
             }
             if options.values {
                 put("v", &states.v)?;

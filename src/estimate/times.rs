@@ -175,12 +175,10 @@ impl ForwardTime {
             let seconds = seconds(|| {
                 layer.forward(&rope, hidden.view_mut(), |states, _| {
                     let (g, all) = (c.n_kv_heads, vec![true; rows]);
-                    let block = QuerySums::of_block(&Cpu, g, states.q_pre.view(), &all, &rope);
+                    let block = QuerySums::of_block(&Cpu, g, states.q.view(), &all, &rope);
                     outcome = block.map(|block| sums.add(&block));
                     // A calibration keeps a copy of the states that its fits read.
-                    kept = [&states.q_pre, &states.k_pre, &states.v]
-                        .map(Array3::clone)
-                        .into();
+                    kept = [&states.q, &states.k, &states.v].map(Array3::clone).into();
                 });
             });
             std::hint::black_box(&kept);

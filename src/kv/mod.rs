@@ -2,7 +2,8 @@
 //! the positions that a method chooses.
 //!
 //! [`mod@format`] lists the formats of rows, of which each is a file: [`mod@float`], `int8`, `low_bit` (with `ends`), [`packed`]. [`rows`] and
-//! [`head`] hold the rows of one KV head on the CPU, [`cuda`] those of a layer on an NVIDIA GPU.
+//! [`head`] hold the rows of one KV head on the CPU, [`cuda`] those of a layer on an NVIDIA GPU. [`Qkv`]
+//! holds queries, keys and values everywhere.
 
 pub mod budget;
 pub mod cuda;
@@ -16,6 +17,7 @@ pub mod limits;
 pub mod lines;
 mod low_bit;
 pub mod packed;
+pub mod qkv;
 pub mod rows;
 pub mod sample;
 pub mod static_set;
@@ -24,5 +26,6 @@ pub use budget::Budget;
 pub use format::{KvType, RowFormat};
 pub use head::KvHead;
 pub use limits::Limits;
+pub use qkv::{Qkv, Rotated, RotatedQkv};
 pub use rows::{Format, Part, Prompted, RowCache, RowStore, Signs};
 pub use static_set::StaticSet;

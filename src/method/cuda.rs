@@ -11,10 +11,9 @@ use crate::compute::cuda::kernels;
 use crate::error::{Error, Result};
 use crate::kv::cuda::attend::Attention;
 use crate::kv::cuda::float::LayerRows;
-use crate::kv::cuda::prompt::{Prompts, Queries};
-use crate::kv::cuda::rows::CudaRows;
-use crate::kv::cuda::{CudaSelection, Positions, Rotated, Shape};
-use crate::kv::{KvType, Limits, StaticSet};
+use crate::kv::cuda::rows::{CudaRows, WholePrompt};
+use crate::kv::cuda::{CudaSelection, Positions, Shape};
+use crate::kv::{KvType, Limits, Rotated, RotatedQkv, StaticSet};
 
 /// What a session requires of a method's index on the GPU.
 #[derive(Clone, Copy, Debug)]
@@ -122,10 +121,8 @@ pub trait CudaMethod {
 
 /// A chunk of a prompt; its rows are the last ones so far.
 pub struct Chunk<'a> {
-    /// Queries of the rows, `[b,h,m,d]`.
-    pub queries: Rotated<'a>,
-    /// Keys of the rows, `[b,g,m,d]`.
-    pub keys: Rotated<'a>,
+    /// The queries `[b,h,m,d]` of the rows, their keys and values `[b,g,m,d]`.
+    pub own: RotatedQkv<&'a Buffer<'a, f32>>,
     /// Number of rows, m.
     pub m: usize,
     /// The rotated keys and values of all positions so far.
@@ -134,27 +131,12 @@ pub struct Chunk<'a> {
     pub positions: &'a Positions<'a>,
 }
 
-/// A prompt, all of which has passed a layer.
-pub struct WholePrompt<'a> {
-    /// The prompt's keys and values, after those of earlier prompts.
-    pub rows: &'a LayerRows<'a>,
-    /// The cache on the device that holds these rows now.
-    pub cache: Option<&'a (dyn CudaRows + 'a)>,
-    /// The queries of the prompt's last chunk.
-    pub queries: Queries<'a>,
-    /// Buffers of prompt rows in f32; present if the index [`wants_prompts`](CudaIndex::wants_prompts) or the cache
-    /// needs them.
-    pub prompts: Option<&'a Prompts<'a>>,
-    /// The positions of the layer.
-    pub positions: &'a Positions<'a>,
-}
-
 /// A decode step in a layer.
 pub struct CudaStep<'a> {
     /// Number of the step, from 0.
     pub number: usize,
     /// The last position's queries, `[b,h,1,d]`.
-    pub queries: Rotated<'a>,
+    pub queries: Rotated<&'a Buffer<'a, f32>>,
     /// The cache on the device, which already holds the last position; `None` if the rows are in host memory.
     pub cache: Option<&'a (dyn CudaRows + 'a)>,
     /// The positions of the layer.
@@ -196,14 +178,14 @@ pub trait CudaIndex {
         Ok(())
     }
 
-    /// Completes the index after the last chunk of a prompt.
-    fn end_of_prompt(&self, _prompt: &WholePrompt<'_>) -> Result<()> {
+    /// Completes the index after the last chunk of a prompt, whose rows `cache` holds by then if it is on the device.
+    fn end_of_prompt(&self, _prompt: &WholePrompt<'_>, _cache: Option<&dyn CudaRows>) -> Result<()> {
         Ok(())
     }
 
     /// Adds the key of the last position, `[b,g,1,d]`. The cache's rows are stored by the launches right before, beside
     /// which this may run.
-    fn append(&self, _keys: Rotated<'_>, _positions: &Positions<'_>) -> Result<()> {
+    fn append(&self, _keys: Rotated<&Buffer<'_, f32>>, _positions: &Positions<'_>) -> Result<()> {
         Ok(())
     }
 

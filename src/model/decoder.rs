@@ -203,7 +203,7 @@ impl Decoder {
 
     /// Fails if the states of `layer` have a value that is not finite; names the faulty tensor.
     pub fn check_states(&self, layer: &Layer, states: &States) -> Result<()> {
-        let states = [&states.q_pre, &states.k_pre, &states.v];
+        let states = [&states.q, &states.k, &states.v];
         if states.iter().all(|x| simd::all_finite(elements(x))) {
             Ok(())
         } else {

@@ -18,59 +18,39 @@ use crate::compute::attention;
 use crate::compute::linear::{FEW, Linear};
 use crate::env;
 use crate::error::{Error, Result};
-use crate::kv::KvHead;
+use crate::kv::{KvHead, Qkv, Rotated, RotatedQkv};
 use crate::weight::Weight;
 
-/// Queries, keys and values of m rows of one layer, before and after rotation.
-#[derive(Clone)]
-pub struct Rows {
-    /// `[h,m,d]`; empty in a prompt pass, where only the rotated queries are read.
-    pub q_pre: Array3<f32>,
-    /// `[h,m,d]`.
-    pub q_rope: Array3<f32>,
-    /// `[g,m,d]`.
-    pub k_pre: Array3<f32>,
-    /// `[g,m,d]`.
-    pub k_rope: Array3<f32>,
-    /// `[g,m,d]`.
-    pub v: Array3<f32>,
-}
+/// Queries `[h,m,d]`, keys and values `[g,m,d]` of m rows of one layer: in a decode step, one row per trajectory.
+pub type Rows = RotatedQkv<Array3<f32>>;
 
-/// The inputs of a prompt's attention: its queries, and the keys and values of every position, `[g, first + m, d]`.
-pub struct Context {
-    /// The prompt's own keys before rotation, `[g,m,d]`.
-    pub k_pre: Array3<f32>,
-    /// Rotated queries of the prompt, `[h,m,d]`.
-    pub q_rope: Array3<f32>,
-    /// Rotated keys.
-    pub keys: Array3<f32>,
-    /// Values.
-    pub values: Array3<f32>,
-}
+/// A prompt's rows of one layer: its rotated queries, `[h,m,d]`, its keys before rotation, `[g,m,d]`, and the rotated keys
+/// and the values that it attends. These two are its own, `[g,m,d]`, until they are [joined](PromptRows::join) with those of
+/// earlier positions: `[g, first + m, d]`.
+pub type PromptRows = Qkv<Array3<f32>, Rotated<Array3<f32>>, Array3<f32>>;
 
-impl Context {
-    /// Joins the cached rows of earlier positions, one cache per KV head, and the prompt's own rows.
-    pub fn join(rows: Rows, caches: &[&KvHead]) -> Self {
+impl PromptRows {
+    /// Puts the cached rows of earlier positions, one cache per KV head, before the prompt's own rows.
+    pub fn join(self, caches: &[&KvHead]) -> Self {
         Self {
-            k_pre: rows.k_pre,
-            q_rope: rows.q_rope,
-            keys: with_cached(rows.k_rope, caches, KvHead::keys),
-            values: with_cached(rows.v, caches, KvHead::values),
+            q: self.q,
+            k: Rotated {
+                pre: self.k.pre,
+                rope: with_cached(self.k.rope, caches, KvHead::keys),
+            },
+            v: with_cached(self.v, caches, KvHead::values),
         }
     }
 
     /// Returns the rotated queries of KV head `c`, `[r,m,d]`.
     pub fn queries(&self, c: usize) -> ArrayView3<'_, f32> {
-        let r = self.q_rope.len_of(Axis(0)) / self.keys.len_of(Axis(0));
-        self.q_rope.slice(s![c * r..(c + 1) * r, .., ..])
+        let r = self.q.len_of(Axis(0)) / self.v.len_of(Axis(0));
+        self.q.slice(s![c * r..(c + 1) * r, .., ..])
     }
 
-    /// Returns the rotated keys and the values of KV head `c` at every position, `[first + m, d]`.
+    /// Returns the rotated keys and the values that KV head `c` attends, `[first + m, d]`.
     pub fn attended(&self, c: usize) -> (ArrayView2<'_, f32>, ArrayView2<'_, f32>) {
-        (
-            self.keys.index_axis(Axis(0), c),
-            self.values.index_axis(Axis(0), c),
-        )
+        (self.k.rope.index_axis(Axis(0), c), self.v.index_axis(Axis(0), c))
     }
 }
 
@@ -98,8 +78,8 @@ fn with_cached(
     all
 }
 
-/// Stores the prompt's rows of a layer, given its index, in the KV cache and returns what the prompt attends.
-pub type Cache<'f> = dyn FnMut(usize, Rows) -> Context + 'f;
+/// Stores the prompt's rows of a layer, given its index, in the KV cache and returns them joined with the cached ones.
+pub type Cache<'f> = dyn FnMut(usize, PromptRows) -> PromptRows + 'f;
 /// Is told how many more tokens a layer has finished.
 pub type Done<'f> = dyn FnMut(usize) + 'f;
 /// Fills a layer's attention output, `[trajectories,h,d]`, from its index and its rows.
@@ -227,34 +207,35 @@ impl Forward for CpuForward<'_> {
             let mut states = layer.project(hidden.view());
             self.decoder.check_states(layer, &states)?;
             let table = tables.layer(index);
-            let k_rope = rotated(&states.k_pre, table);
-            rotate(&mut states.q_pre, table);
-            let rows = Rows {
-                q_pre: Array3::zeros((0, 0, 0)),
-                q_rope: states.q_pre,
-                k_pre: states.k_pre,
-                k_rope,
+            rotate(&mut states.q, table);
+            let k = Rotated {
+                rope: rotated(&states.k, table),
+                pre: states.k,
+            };
+            let rows = PromptRows {
+                q: states.q,
+                k,
                 v: states.v,
             };
-            let context = cache(index, rows);
+            let rows = cache(index, rows);
             // Only the last position of the last layer's output is read.
             let skipped = if index + 1 == self.layers.len() { m - 1 } else { 0 };
             done(skipped);
             for part in parts(skipped..m) {
                 env::check()?;
-                let mut attended = Array2::zeros((part.len(), context.q_rope.len() / m));
+                let mut attended = Array2::zeros((part.len(), rows.q.len() / m));
                 attention::causal(
-                    context.q_rope.slice(s![.., part.clone(), ..]),
-                    context.keys.view(),
-                    context.values.view(),
+                    rows.q.slice(s![.., part.clone(), ..]),
+                    rows.k.rope.view(),
+                    rows.v.view(),
                     first + part.start,
                     layer.window,
                     layer.rounds,
                     attended.view_mut(),
                 );
-                let mut rows = hidden.slice_mut(s![part.clone(), ..]);
-                layer.finish(rows.view_mut(), attended.view());
-                self.decoder.check_finite(layer, rows.view())?;
+                let mut hidden = hidden.slice_mut(s![part.clone(), ..]);
+                layer.finish(hidden.view_mut(), attended.view());
+                self.decoder.check_finite(layer, hidden.view())?;
                 done(part.len());
             }
         }
@@ -268,14 +249,16 @@ impl Forward for CpuForward<'_> {
         for (index, layer) in self.layers.iter().enumerate() {
             let states = layer.project(hidden.view());
             let table = tables.layer(index);
+            let both = |pre: Array3<f32>| Rotated {
+                rope: rotated_rows(&pre, table),
+                pre,
+            };
             let rows = Rows {
-                q_rope: rotated_rows(&states.q_pre, table),
-                k_rope: rotated_rows(&states.k_pre, table),
-                q_pre: states.q_pre,
-                k_pre: states.k_pre,
+                q: both(states.q),
+                k: both(states.k),
                 v: states.v,
             };
-            let (h, _, d) = rows.q_rope.dim();
+            let (h, _, d) = rows.q.rope.dim();
             let mut attended = Array3::<f32>::zeros((ids.len(), h, d));
             attend(index, &rows, attended.view_mut())?;
             let attended = attended.into_shape_with_order((ids.len(), h * d))?;

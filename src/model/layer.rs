@@ -17,6 +17,7 @@ use crate::compute::linear::{FEW, Linear, forward_all, packed_floats};
 use crate::compute::simd;
 use crate::error::Result;
 use crate::float::Float;
+use crate::kv::Qkv;
 use crate::quant::Quant;
 use crate::weight::{Stored, Weight};
 
@@ -66,23 +67,16 @@ pub struct Layer {
     pub residual_factor: f32,
 }
 
-/// A layer's q, k and v for m rows, after bias and q/k norm and before rotation.
-pub struct States {
-    /// `[h,m,d]`.
-    pub q_pre: Array3<f32>,
-    /// `[g,m,d]`.
-    pub k_pre: Array3<f32>,
-    /// `[g,m,d]`.
-    pub v: Array3<f32>,
-}
+/// A layer's q `[h,m,d]`, k and v `[g,m,d]` for m rows, after bias and q/k norm and before rotation.
+pub type States = Qkv<Array3<f32>>;
 
 impl Layer {
     /// Computes pre-RoPE q (times its factor), k and v of every row of `hidden`, `[m, hidden]`.
     pub fn project(&self, hidden: ArrayView2<f32>) -> States {
         let empty = |heads| Array3::zeros((heads, hidden.nrows(), self.head_dim));
         let mut states = States {
-            q_pre: empty(self.n_heads),
-            k_pre: empty(self.n_kv_heads),
+            q: empty(self.n_heads),
+            k: empty(self.n_kv_heads),
             v: empty(self.n_kv_heads),
         };
         for (i, hidden) in hidden.axis_chunks_iter(Axis(0), ROWS).enumerate() {
@@ -90,8 +84,8 @@ impl Layer {
             let mut normed = Array2::zeros(hidden.dim());
             rms_rows(hidden, &self.input_norm, self.eps, normed.view_mut());
             let mut all = [
-                (&self.q, self.q_norm.as_ref(), &mut states.q_pre),
-                (&self.k, self.k_norm.as_ref(), &mut states.k_pre),
+                (&self.q, self.q_norm.as_ref(), &mut states.q),
+                (&self.k, self.k_norm.as_ref(), &mut states.k),
                 (&self.v, None, &mut states.v),
             ];
             // Many rows pass one projection after the other, so that the results of one alone take memory.
@@ -112,7 +106,7 @@ impl Layer {
             }
         }
         if self.query_factor != 1.0 {
-            states.q_pre *= self.query_factor;
+            states.q *= self.query_factor;
         }
         states
     }
@@ -154,13 +148,13 @@ impl Layer {
         let m = hidden.nrows();
         let mut states = self.project(hidden.view());
         let table = rope.table(0..m);
-        let k_rope = rotated(&states.k_pre, &table);
+        let k_rope = rotated(&states.k, &table);
         tap(&states, &k_rope);
         // In place, since nothing reads the unrotated queries from here on.
-        rotate(&mut states.q_pre, &table);
+        rotate(&mut states.q, &table);
         let mut attended = Array2::zeros((m, self.n_heads * self.head_dim));
         attention::causal(
-            states.q_pre.view(),
+            states.q.view(),
             k_rope.view(),
             states.v.view(),
             0,

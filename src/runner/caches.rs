@@ -165,7 +165,7 @@ pub(super) fn step(
         let stepped = step_layer(fed, index, rows, &sets, options, out);
         let sequences = fed.iter_mut().zip(&sets).zip(&mut shares);
         for (((fed, set), shares), stepped) in sequences.zip(stepped) {
-            let r = rows.q_rope.len_of(Axis(0)) / stepped.len();
+            let r = rows.q.rope.len_of(Axis(0)) / stepped.len();
             let chosen = stepped.iter().map(|stepped| &stepped.selection);
             shares.add_layer(chosen.clone(), set, r);
             let counts = &mut fed.caches.counts[index];
@@ -198,7 +198,7 @@ fn step_layer(
     for (i, (fed, out)) in fed.iter_mut().zip(out.outer_iter_mut()).enumerate() {
         let heads = &mut fed.caches.heads[index];
         counts.push(heads.len());
-        let r = rows.q_rope.len_of(Axis(0)) / heads.len();
+        let r = rows.q.rope.len_of(Axis(0)) / heads.len();
         // The outputs of a sequence's heads are in one piece, so that each task can take its own.
         let mut rest = out;
         for (c, head) in heads.iter_mut().enumerate() {

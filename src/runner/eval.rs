@@ -359,7 +359,7 @@ impl<'a> Evaluation<'a> {
         let logits = self
             .forward
             .step(ids, &vec![t; ids.len()], &mut |layer, rows, mut out| {
-                let group = rows.q_rope.len_of(Axis(0)) / heads[layer].len();
+                let group = rows.q.rope.len_of(Axis(0)) / heads[layer].len();
                 let set = options.limits.in_layer(blocks[layer].window).static_set(t);
                 let input = StepInput {
                     rows,

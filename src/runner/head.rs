@@ -5,10 +5,10 @@ use rayon::prelude::*;
 
 use crate::compute::attention::{self, Partial};
 use crate::kv::packed::last_query;
-use crate::kv::{Budget, KvHead, KvType, StaticSet};
+use crate::kv::{Budget, KvHead, KvType, Qkv, Rotated, RotatedQkv, StaticSet};
 use crate::method::tail::Tail;
 use crate::method::{Method, Place, Prompt, Reads, Retriever, Selection, Step};
-use crate::model::forward::{Context, Rows};
+use crate::model::forward::{PromptRows, Rows};
 use crate::runner::shares::{Counts, add_rows};
 
 /// One KV head along one trajectory.
@@ -95,64 +95,66 @@ impl Stepped {
 }
 
 /// Adds a prompt's rows of one layer to its heads; returns what the prompt attends.
-pub(super) fn prefill_heads(mut heads: Vec<&mut Head>, rows: Rows, model_window: Option<usize>) -> Context {
+pub(super) fn prefill_heads(
+    mut heads: Vec<&mut Head>,
+    rows: PromptRows,
+    model_window: Option<usize>,
+) -> PromptRows {
     let caches: Vec<&KvHead> = heads.iter().map(|head| &head.kv).collect();
-    let context = Context::join(rows, &caches);
+    let rows = rows.join(&caches);
     heads.par_iter_mut().enumerate().for_each(|(c, head)| {
-        cache_prompt(&context, c, model_window, &mut head.kv);
-        head.chooser.retriever.prefill(&prompt(&context, c, &head.kv));
+        cache_prompt(&rows, c, model_window, &mut head.kv);
+        head.chooser.retriever.prefill(&prompt(&rows, c, &head.kv));
         head.chooser.restart_tail(&head.kv, model_window);
     });
-    context
+    rows
 }
 
-/// Appends the new rows of KV head `c` to its cache.
-pub(super) fn cache_prompt(context: &Context, c: usize, model_window: Option<usize>, kv: &mut KvHead) {
-    let (keys, values) = context.attended(c);
+/// Appends the new rows of KV head `c` to its cache; `rows` are joined with those that it has.
+pub(super) fn cache_prompt(rows: &PromptRows, c: usize, model_window: Option<usize>, kv: &mut KvHead) {
+    let (keys, values) = rows.attended(c);
     let seen = attention::visible(keys.nrows() - 1, model_window);
-    kv.prompt(keys, values, &last_query(context.queries(c)), seen);
+    kv.prompt(keys, values, &last_query(rows.queries(c)), seen);
 }
 
 /// Returns the prompt of KV head `c` as methods see it; the cache already holds its rows.
-pub(super) fn prompt<'a>(context: &'a Context, c: usize, kv: &'a KvHead) -> Prompt<'a> {
-    let (keys, values) = context.attended(c);
-    let k_pre = context.k_pre.index_axis(Axis(0), c);
+pub(super) fn prompt<'a>(rows: &'a PromptRows, c: usize, kv: &'a KvHead) -> Prompt<'a> {
+    let (keys, values) = rows.attended(c);
+    let k_pre = rows.k.pre.index_axis(Axis(0), c);
     Prompt {
         first: keys.nrows() - k_pre.nrows(),
         k_pre,
-        q_rope: context.queries(c),
+        q_rope: rows.queries(c),
         keys,
         values,
         kv,
     }
 }
 
-/// One token's rows of one KV head: `[1,d]` and `[r,d]`.
-pub(super) struct Token<'a> {
-    pub k_pre: ArrayView2<'a, f32>,
-    pub k_rope: ArrayView2<'a, f32>,
-    pub v: ArrayView2<'a, f32>,
-    pub q_pre: ArrayView2<'a, f32>,
-    pub q_rope: ArrayView2<'a, f32>,
-}
+/// One token's rows of one KV head: queries `[r,d]`, key and value `[1,d]`.
+pub(super) type Token<'a> = RotatedQkv<ArrayView2<'a, f32>>;
 
 impl<'a> Token<'a> {
     /// Takes the rows of KV head `c` with its `r` query heads from one trajectory.
     pub fn from_rows(rows: &'a Rows, c: usize, r: usize, trajectory: usize) -> Self {
         let own = s![c, trajectory..trajectory + 1, ..];
         let group = s![c * r..(c + 1) * r, trajectory, ..];
-        Self {
-            k_pre: rows.k_pre.slice(own),
-            k_rope: rows.k_rope.slice(own),
+        Qkv {
+            q: Rotated {
+                pre: rows.q.pre.slice(group),
+                rope: rows.q.rope.slice(group),
+            },
+            k: Rotated {
+                pre: rows.k.pre.slice(own),
+                rope: rows.k.rope.slice(own),
+            },
             v: rows.v.slice(own),
-            q_pre: rows.q_pre.slice(group),
-            q_rope: rows.q_rope.slice(group),
         }
     }
 
     /// Appends the key and the value to a cache.
     pub fn cache(&self, kv: &mut KvHead) {
-        kv.extend(self.k_rope.view(), self.v.view());
+        kv.extend(self.k.rope.view(), self.v.view());
     }
 
     /// Describes the step to a method; the cache already holds the token.
@@ -162,8 +164,8 @@ impl<'a> Token<'a> {
             visible: set.visible(),
             candidates: set.candidates.clone(),
             budget: budget.positions(set.visible().len()),
-            q_pre: self.q_pre.view(),
-            q_rope: self.q_rope.view(),
+            q_pre: self.q.pre.view(),
+            q_rope: self.q.rope.view(),
             kv,
         }
     }
@@ -180,7 +182,7 @@ pub(super) fn decode_head(
     reads: &mut Reads,
 ) -> Selection {
     let retriever = chooser.retriever.as_mut();
-    retriever.append(token.k_pre.view(), token.k_rope.view());
+    retriever.append(token.k.pre.view(), token.k.rope.view());
     let selection = retriever.select(step);
     if retriever.ranks(step) {
         retriever.reads(step, &selection, reads);

@@ -86,8 +86,8 @@ pub fn check_states(name: &str, golden: &Golden) {
             let error = relative_error(actual, &expected);
             assert!(error < 1e-4, "{name} layer {i} {tensor}: {error}");
         };
-        check("q_pre", c.n_heads, &states.q_pre);
-        check("k_pre", c.n_kv_heads, &states.k_pre);
+        check("q_pre", c.n_heads, &states.q);
+        check("k_pre", c.n_kv_heads, &states.k);
         check("v", c.n_kv_heads, &states.v);
         // The k that attention used, both ours and that of transformers.
         check("k_rope", c.n_kv_heads, k_rope);

@@ -1,15 +1,16 @@
 //! What tests use of kvsmith itself: methods by name, states of models.
 
 use kvsmith::internal::artifact::Artifact;
+use kvsmith::internal::kv::Rotated;
 use kvsmith::internal::method::Method;
 use kvsmith::internal::method::declaration::Ask;
 use kvsmith::internal::method::params::MethodParams;
 use kvsmith::internal::method::registry::{METHODS, MethodName};
 use kvsmith::internal::method::sections::SECTIONS;
 use kvsmith::internal::model::Decoder;
+use kvsmith::internal::model::forward::Rows;
 use kvsmith::internal::model::layer::rotated;
 use kvsmith::internal::model::rope::{Rope, RopeConfig, RopeScaling};
-use ndarray::Array3;
 use serde_json::Value;
 use std::path::Path;
 
@@ -112,17 +113,8 @@ pub fn rotated_to(vector: &[f64], position: usize) -> (Vec<f64>, Vec<f64>) {
     (out, bounds)
 }
 
-/// States of one layer along a document, `[heads,n,d]`.
-pub struct Captured {
-    pub q_pre: Array3<f32>,
-    pub q_rope: Array3<f32>,
-    pub k_pre: Array3<f32>,
-    pub k_rope: Array3<f32>,
-    pub v: Array3<f32>,
-}
-
-/// Computes the states of every layer along a document.
-pub fn captured(decoder: &Decoder, ids: &[u32]) -> Vec<Captured> {
+/// Computes the queries, keys and values of every layer along a document.
+pub fn captured(decoder: &Decoder, ids: &[u32]) -> Vec<Rows> {
     let mut hidden = decoder.embed(ids).unwrap();
     let layer = |i: usize| {
         let mut out = None;
@@ -130,11 +122,15 @@ pub fn captured(decoder: &Decoder, ids: &[u32]) -> Vec<Captured> {
         let table = rope.table(0..ids.len());
         let layer = decoder.layer(i).unwrap();
         layer.forward(rope, hidden.view_mut(), |s, k_rope| {
-            out = Some(Captured {
-                q_pre: s.q_pre.clone(),
-                q_rope: rotated(&s.q_pre, &table),
-                k_pre: s.k_pre.clone(),
-                k_rope: k_rope.clone(),
+            out = Some(Rows {
+                q: Rotated {
+                    pre: s.q.clone(),
+                    rope: rotated(&s.q, &table),
+                },
+                k: Rotated {
+                    pre: s.k.clone(),
+                    rope: k_rope.clone(),
+                },
                 v: s.v.clone(),
             });
         });

@@ -51,11 +51,11 @@ fn captured_states(driver: &dyn Driver, golden: &Golden) {
         let mut seen = false;
         let mut tap = |states: &kvsmith::internal::model::States| {
             seen = true;
-            check("q_pre", c.n_heads, &states.q_pre);
-            check("k_pre", c.n_kv_heads, &states.k_pre);
+            check("q_pre", c.n_heads, &states.q);
+            check("k_pre", c.n_kv_heads, &states.k);
             check("v", c.n_kv_heads, &states.v);
-            assert_eq!(states.q_pre, projected.q_pre);
-            assert_eq!(states.k_pre, projected.k_pre);
+            assert_eq!(states.q, projected.q);
+            assert_eq!(states.k, projected.k);
             assert_eq!(states.v, projected.v);
             Ok(())
         };

@@ -5,6 +5,7 @@ use std::sync::OnceLock;
 
 use kvsmith::internal::method::Place;
 use kvsmith::internal::model::Decoder;
+use kvsmith::internal::model::forward::Rows;
 use kvsmith::internal::model::tokenizer::Tokenizer;
 use ndarray::{Array2, Array3, s};
 use rand::Rng;
@@ -12,7 +13,7 @@ use rand_chacha::ChaCha8Rng;
 
 use super::pick;
 use crate::common::random::noise;
-use crate::common::{Captured, captured, root};
+use crate::common::{captured, root};
 
 /// What keys and queries look like.
 #[derive(Clone, Copy, Debug)]
@@ -35,8 +36,8 @@ pub const CHANNELS: usize = 64;
 const POSITIONS: usize = 800;
 
 /// The layers of the bundled model.
-fn layers() -> &'static [Captured] {
-    static LAYERS: OnceLock<Vec<Captured>> = OnceLock::new();
+fn layers() -> &'static [Rows] {
+    static LAYERS: OnceLock<Vec<Rows>> = OnceLock::new();
     LAYERS.get_or_init(|| {
         let data = root().join("calib-data");
         let decoder = Decoder::open(&data.join("model")).unwrap();
@@ -57,7 +58,7 @@ pub struct Inputs {
     towards: Vec<f32>,
     strength: Vec<f32>,
     /// The layer of captured states, and the KV head.
-    layer: &'static Captured,
+    layer: &'static Rows,
     kv_head: usize,
 }
 
@@ -93,7 +94,7 @@ impl Inputs {
         let from = rng.gen_range(0..self.pool.len());
         let mut of = |i: usize| match self.kind {
             Kind::Repeated => self.pool[from][i],
-            Kind::Captured => self.layer.k_rope[[self.kv_head, position, i]],
+            Kind::Captured => self.layer.k.rope[[self.kv_head, position, i]],
             Kind::Sinks if sink => self.towards[i] + 0.1 * noise(rng),
             Kind::Clustered => 3.0 * self.towards[i] + noise(rng),
             _ => noise(rng),
@@ -109,7 +110,7 @@ impl Inputs {
             Kind::Sinks => pull * self.towards[i] * 1.5 + 0.5 * noise,
             Kind::Repeated => 0.7 * self.pool[from][i],
             Kind::Clustered => 2.0 * self.pool[from][i] + 0.2 * noise,
-            Kind::Captured => self.layer.q_rope[[self.kv_head * GROUP + a, position, i]],
+            Kind::Captured => self.layer.q.rope[[self.kv_head * GROUP + a, position, i]],
             _ => 1.5 * noise,
         };
         (0..self.d).map(|i| (i, noise(rng))).map(of).collect()
@@ -119,7 +120,7 @@ impl Inputs {
     fn other(
         &self,
         rng: &mut ChaCha8Rng,
-        states: fn(&Captured) -> &Array3<f32>,
+        states: fn(&Rows) -> &Array3<f32>,
         head: usize,
         positions: Range<usize>,
     ) -> Array2<f32> {
@@ -136,13 +137,13 @@ impl Inputs {
 
     /// Keys before rotation.
     pub fn k_pre(&self, rng: &mut ChaCha8Rng, positions: Range<usize>) -> Array2<f32> {
-        self.other(rng, |l| &l.k_pre, self.kv_head, positions)
+        self.other(rng, |l| &l.k.pre, self.kv_head, positions)
     }
 
     /// A query before rotation.
     pub fn q_pre(&self, rng: &mut ChaCha8Rng, a: usize, position: usize) -> Vec<f32> {
         let head = self.kv_head * GROUP + a;
-        self.other(rng, |l| &l.q_pre, head, position..position + 1)
+        self.other(rng, |l| &l.q.pre, head, position..position + 1)
             .into_iter()
             .collect()
     }

@@ -21,7 +21,7 @@ use crate::error::Result;
 use crate::kv::cuda::Shape;
 use crate::kv::cuda::bounds::{self, Pair, Precision};
 use crate::kv::packed::{Center, last_query};
-use crate::kv::{Budget, KvHead, KvType, Limits, StaticSet};
+use crate::kv::{Budget, KvHead, KvType, Limits, Qkv, StaticSet};
 use crate::method::cuda::TALLIES;
 use crate::method::{Method, Place, Prompt, Retriever, Selection, Step};
 use crate::runner::attend;
@@ -95,66 +95,61 @@ impl Setting {
     }
 }
 
-/// Keys and values `[g,total,d]` and queries `[h,total,d]`; keys and values are as the cache rounds them.
-struct Rows {
-    keys: Array3<f32>,
-    values: Array3<f32>,
-    queries: Array3<f32>,
+/// Queries `[h,total,d]`, keys and values `[g,total,d]`, as the cache rounds them.
+type Rows = Qkv<Array3<f32>>;
+
+fn random_rows(setting: &Setting) -> Result<Rows> {
+    let ([g, r, d], total) = (setting.sizes, setting.total());
+    let mut rng = rng((setting.n * d) as u64);
+    // A head likes the same keys in every step.
+    let tastes = normals(&mut rng, g * r * d);
+    let mut keys = normals(&mut rng, g * total * d);
+    for (head, keys) in keys.chunks_mut(total * d).enumerate() {
+        let group = &tastes[head * r * d..(head + 1) * r * d];
+        // The last keys of the prompt and those of the steps are such, so that each of them decides.
+        for (c, key) in keys.iter_mut().enumerate().skip((setting.n - LIKED) * d) {
+            let taste: f32 = group.iter().skip(c % d).step_by(d).sum();
+            *key = 0.3 * *key + 1.5 * taste / r as f32;
+        }
+    }
+    let values = normals(&mut rng, g * total * d);
+    let mut queries = normals(&mut rng, g * r * total * d);
+    // The first channel is that of the sinks.
+    let lead = (setting.sinks_lead * (d as f32).sqrt()).sqrt();
+    for (head, queries) in queries.chunks_mut(total * d).enumerate() {
+        let taste = &tastes[head * d..(head + 1) * d];
+        for (t, query) in queries.chunks_mut(d).enumerate() {
+            query.iter_mut().zip(taste).for_each(|(q, x)| *q = 0.3 * *q + *x);
+            if lead > 0.0 {
+                let looks = head % r == 0 || t % 2 == 1;
+                query[0] = if looks { lead } else { 0.0 };
+            }
+        }
+    }
+    let sinks = setting.limits().sinks;
+    if lead > 0.0 {
+        let heads = keys.chunks_mut(total * d);
+        let first = heads.flat_map(|head| head.chunks_mut(d).take(sinks));
+        first.for_each(|key| key[0] = lead);
+    }
+    // The device rounds queries to the type of the rows that they attend.
+    let cached = |values: Vec<f32>| match setting.kv.float() {
+        Some(float) => rounded(float, &values),
+        None => values,
+    };
+    let array = |heads, values| Array3::from_shape_vec((heads, total, d), values);
+    Ok(Rows {
+        q: array(g * r, cached(queries))?,
+        k: array(g, cached(keys))?,
+        v: array(g, cached(values))?,
+    })
 }
 
-impl Rows {
-    fn new(setting: &Setting) -> Result<Self> {
-        let ([g, r, d], total) = (setting.sizes, setting.total());
-        let mut rng = rng((setting.n * d) as u64);
-        // A head likes the same keys in every step.
-        let tastes = normals(&mut rng, g * r * d);
-        let mut keys = normals(&mut rng, g * total * d);
-        for (head, keys) in keys.chunks_mut(total * d).enumerate() {
-            let group = &tastes[head * r * d..(head + 1) * r * d];
-            // The last keys of the prompt and those of the steps are such, so that each of them decides.
-            for (c, key) in keys.iter_mut().enumerate().skip((setting.n - LIKED) * d) {
-                let taste: f32 = group.iter().skip(c % d).step_by(d).sum();
-                *key = 0.3 * *key + 1.5 * taste / r as f32;
-            }
-        }
-        let values = normals(&mut rng, g * total * d);
-        let mut queries = normals(&mut rng, g * r * total * d);
-        // The first channel is that of the sinks.
-        let lead = (setting.sinks_lead * (d as f32).sqrt()).sqrt();
-        for (head, queries) in queries.chunks_mut(total * d).enumerate() {
-            let taste = &tastes[head * d..(head + 1) * d];
-            for (t, query) in queries.chunks_mut(d).enumerate() {
-                query.iter_mut().zip(taste).for_each(|(q, x)| *q = 0.3 * *q + *x);
-                if lead > 0.0 {
-                    let looks = head % r == 0 || t % 2 == 1;
-                    query[0] = if looks { lead } else { 0.0 };
-                }
-            }
-        }
-        let sinks = setting.limits().sinks;
-        if lead > 0.0 {
-            let heads = keys.chunks_mut(total * d);
-            let first = heads.flat_map(|head| head.chunks_mut(d).take(sinks));
-            first.for_each(|key| key[0] = lead);
-        }
-        // The device rounds queries to the type of the rows that they attend.
-        let cached = |values: Vec<f32>| match setting.kv.float() {
-            Some(float) => rounded(float, &values),
-            None => values,
-        };
-        let array = |heads, values| Array3::from_shape_vec((heads, total, d), values);
-        Ok(Self {
-            keys: array(g, cached(keys))?,
-            values: array(g, cached(values))?,
-            queries: array(g * r, cached(queries))?,
-        })
-    }
-
-    fn queries_of(&self, kv_head: usize, r: usize) -> Array3<f32> {
-        self.queries
-            .slice(s![kv_head * r..(kv_head + 1) * r, .., ..])
-            .to_owned()
-    }
+/// Returns the queries of a KV head, `[r,total,d]`.
+fn queries_of(rows: &Rows, kv_head: usize, r: usize) -> Array3<f32> {
+    rows.q
+        .slice(s![kv_head * r..(kv_head + 1) * r, .., ..])
+        .to_owned()
 }
 
 /// The CPU's method on one KV head. Its rows may differ a little from those in the cache.
@@ -178,14 +173,14 @@ impl Replica {
     ) -> Self {
         let ([_, r, d], n) = (setting.sizes, setting.n);
         let (mut keys, mut queries) = (
-            rows.keys.index_axis(Axis(0), kv_head).to_owned(),
-            rows.queries_of(kv_head, r),
+            rows.k.index_axis(Axis(0), kv_head).to_owned(),
+            queries_of(rows, kv_head, r),
         );
         let mut kv = KvHead::new(setting.kv, d, setting.total(), Center::Median);
         let own = |rows: &Array3<f32>| rows.slice(s![kv_head, ..n, ..]).to_owned();
         let seen = visible(n - 1, None);
         let query = last_query(queries.slice(s![.., ..n, ..]));
-        kv.prompt(own(&rows.keys).view(), own(&rows.values).view(), &query, seen);
+        kv.prompt(own(&rows.k).view(), own(&rows.v).view(), &query, seen);
         if let Some(rng) = differ {
             let mut change = |x: &mut f32| *x *= 1.0 + DIFFERENCE * rng.gen_range(-1.0..1.0f32);
             keys.iter_mut().for_each(&mut change);
@@ -197,7 +192,7 @@ impl Replica {
             k_pre: keys.slice(s![..n, ..]),
             q_rope: queries.slice(s![.., ..n, ..]),
             keys: keys.slice(s![..n, ..]),
-            values: own(&rows.values).view(),
+            values: own(&rows.v).view(),
             kv: &kv,
         });
         Self {
@@ -238,7 +233,7 @@ impl Replica {
 
 /// Runs a method on the device and on the CPU, and compares what they choose and attend.
 pub fn check(driver: &dyn Driver, method: &dyn Method, setting: &Setting) -> Result<Comparison> {
-    let rows = Rows::new(setting)?;
+    let rows = random_rows(setting)?;
     let layer = Layer {
         driver,
         setting,
@@ -254,7 +249,7 @@ pub fn check(driver: &dyn Driver, method: &dyn Method, setting: &Setting) -> Res
         for (number, chosen) in found.steps.iter().enumerate() {
             let t = setting.n + number;
             let own = |rows: &Array3<f32>| rows.slice(s![kv_head, t..t + 1, ..]).to_owned();
-            let (key, value) = (own(&rows.keys), own(&rows.values));
+            let (key, value) = (own(&rows.k), own(&rows.v));
             let runs: Vec<_> = replicas
                 .iter_mut()
                 .map(|replica| replica.step(setting, t, [key.view(), value.view()]))

@@ -204,7 +204,7 @@ fn states(driver: &dyn Driver, decoder: &Decoder) -> Result<Comparison> {
         let run = |layers: &dyn Layers, hidden: &mut Array2<f32>| -> Result<Vec<Array3<f32>>> {
             let mut seen = Vec::new();
             let mut tap = |states: &States| {
-                seen = vec![states.q_pre.clone(), states.k_pre.clone(), states.v.clone()];
+                seen = vec![states.q.clone(), states.k.clone(), states.v.clone()];
                 Ok(())
             };
             layers.open(number)?.forward(hidden.view_mut(), &mut tap)?;

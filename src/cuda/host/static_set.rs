@@ -85,14 +85,14 @@ impl<'d> StaticAttention<'d> {
         order.sort_by_key(|p| self.slot(*p));
         put_rows(heads, &order, work)?;
         self.writing.set(&[count as u32])?;
-        rows.append(&work.heads.k_rope, &work.heads.v, count, &self.writing)
+        rows.append(&work.heads.k.rope, &work.heads.v, count, &self.writing)
     }
 }
 
 /// Copies the cached rows at the given positions, `[g,positions,d]`, to the keys and values of a workspace.
 pub(super) fn put_rows(heads: &[KvHead], positions: &[usize], work: &Workspace<'_>) -> Result<()> {
     let mut scratch = vec![0.0; work.sizes.head_dim];
-    for (to, is_key) in [(&work.heads.k_rope, true), (&work.heads.v, false)] {
+    for (to, is_key) in [(&work.heads.k.rope, true), (&work.heads.v, false)] {
         let mut rows = Vec::new();
         for kv in heads {
             let from = if is_key { kv.keys() } else { kv.values() };

@@ -234,15 +234,6 @@ impl<'d> Positions<'d> {
     }
 }
 
-/// Queries or keys of m positions, `[b,heads,m,d]`, before and after rotation.
-#[derive(Clone, Copy)]
-pub struct Rotated<'a> {
-    /// Before rotation.
-    pub pre: &'a Buffer<'a, f32>,
-    /// After rotation.
-    pub rope: &'a Buffer<'a, f32>,
-}
-
 fn full(capacity: usize) -> Error {
     Error::memory(format!(
         "the KV cache on the GPU has room for {capacity} positions only"

@@ -3,7 +3,7 @@
 use half::f16;
 
 use super::attend::Attention;
-use super::rows::{CudaFormat, CudaRows, Prompted, StaticScores};
+use super::rows::{CudaFormat, CudaRows, StaticScores, WholePrompt};
 use super::signs::{FULL, Signs};
 use super::{CudaSelection, Positions, Shape};
 use crate::compute::cuda::buffer::{Buffer, Ptr};
@@ -157,10 +157,10 @@ impl CudaRows for PackedLayer<'_> {
         Ok(())
     }
 
-    fn prompt(&mut self, prompt: &Prompted<'_>) -> Result<()> {
+    fn prompt(&mut self, prompt: &WholePrompt<'_>, layout: Layout) -> Result<()> {
         let without = || Error::internal("CUDA: no room to pack a prompt");
-        let room = prompt.room.ok_or_else(without)?;
-        room.pack(prompt.rows, prompt.queries, prompt.layout, prompt.positions, self)
+        let prompts = prompt.prompts.ok_or_else(without)?;
+        prompts.pack(prompt.rows, prompt.queries, layout, prompt.positions, self)
     }
 
     /// # Numerics

@@ -49,7 +49,7 @@ pub trait CudaFormat: Sync {
         !self.is_plain()
     }
 
-    /// Returns whether [`CudaRows::prompt`] needs [room](Prompted::room).
+    /// Returns whether [`CudaRows::prompt`] needs [buffers](WholePrompt::prompts).
     fn needs_room(&self) -> bool {
         false
     }
@@ -88,11 +88,12 @@ pub trait CudaRows {
         self.append(keys, values, m, positions)
     }
 
-    /// Takes in a prompt, after its last chunk; by default, nothing is left to do.
+    /// Takes in a prompt, after its last chunk; by default, nothing is left to do. A 2-bit cache then holds its rows as `layout`
+    /// says.
     ///
     /// # Errors
-    /// No room; a layout that the format does not [hold](CudaFormat::holds).
-    fn prompt(&mut self, _prompt: &Prompted<'_>) -> Result<()> {
+    /// No buffers; a layout that the format does not [hold](CudaFormat::holds).
+    fn prompt(&mut self, _prompt: &WholePrompt<'_>, _layout: Layout) -> Result<()> {
         Ok(())
     }
 
@@ -131,17 +132,15 @@ pub trait CudaRows {
 }
 
 /// A prompt, all of which has passed a layer.
-pub struct Prompted<'a> {
-    /// The rotated keys and the values of all positions.
+pub struct WholePrompt<'a> {
+    /// The prompt's rotated keys and its values, after those of earlier prompts.
     pub rows: &'a LayerRows<'a>,
-    /// The queries of the last chunk.
+    /// The queries of the prompt's last chunk.
     pub queries: Queries<'a>,
-    /// How a 2-bit cache holds its rows.
-    pub layout: Layout,
+    /// Buffers for rows in f32; present if the cache's format or an index needs them.
+    pub prompts: Option<&'a Prompts<'a>>,
     /// The positions of the layer.
     pub positions: &'a Positions<'a>,
-    /// Buffers for rows in f32; present if the format or an index needs them.
-    pub room: Option<&'a Prompts<'a>>,
 }
 
 /// What [`CudaRows::score_static`] reads and writes.

@@ -98,11 +98,11 @@ impl DoubleSparsityFit {
     /// Returns the sum of |q_i k_i| for each channel i of a KV head, `[d]`.
     fn sums(&self, states: &LayerStates, table: &RopeTable, kv_head: usize) -> Result<Vec<f64>> {
         let r = states.sizes.group();
-        let mut keys = (states.keys)(kv_head)?.select(Axis(0), &self.rows);
+        let mut keys = (states.read.k)(kv_head)?.select(Axis(0), &self.rows);
         self.blocks.rotate(&mut keys, &self.rows, table, 1.0)?;
         let mut sums = vec![0.0; keys.ncols()];
         for query_head in kv_head * r..(kv_head + 1) * r {
-            let mut queries = (states.queries)(query_head)?;
+            let mut queries = (states.read.q)(query_head)?;
             self.blocks.rotate(&mut queries, &self.rows, table, 1.0)?;
             add_magnitudes(&queries, &keys, &mut sums);
         }

@@ -89,9 +89,9 @@ impl TailFit {
         kv_head: usize,
     ) -> Result<Vec<Vec<Vec<Errors>>>> {
         let (r, d) = (states.sizes.group(), states.sizes.head_dim);
-        let mut keys = (states.keys)(kv_head)?;
+        let mut keys = (states.read.k)(kv_head)?;
         states.rope.rotate_blocks(&mut keys, states.block_start)?;
-        let values = (states.values)(kv_head)?;
+        let values = (states.read.v)(kv_head)?;
         if keys.dim() != values.dim() {
             return Err(Error::internal(
                 "internal: a fit reads values that it did not ask for",
@@ -100,7 +100,7 @@ impl TailFit {
         let heads = kv_head * r..(kv_head + 1) * r;
         let scale = 1.0 / (d as f32).sqrt();
         let queries = heads.map(|head| {
-            let mut queries = (states.queries)(head)?;
+            let mut queries = (states.read.q)(head)?;
             self.sample
                 .blocks
                 .rotate(&mut queries, &self.sample.rows, table, scale)?;

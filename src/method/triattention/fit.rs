@@ -63,7 +63,7 @@ impl Fit for TriAttentionFit {
                 keys: self.rows.len(),
             };
             for query_head in kv_head * r..(kv_head + 1) * r {
-                let means = Sums::from_queries(&(states.queries)(query_head)?).means(self.rows.len());
+                let means = Sums::from_queries(&(states.read.q)(query_head)?).means(self.rows.len());
                 if means
                     .iter()
                     .any(|[re, im, abs]| !(re.hypot(*im) + abs).is_finite())

@@ -16,8 +16,8 @@ use super::trajectories::{HeadStep, HeadTrajectories, StepInput, leaders};
 use super::{Variant, VariantReport, losses, tally};
 use crate::env;
 use crate::error::{Error, Result};
-use crate::kv::StaticSet;
-use crate::model::forward::{Context, Layers, Rows};
+use crate::kv::{Rotated, StaticSet};
+use crate::model::forward::{Layers, PromptRows, Rows};
 use crate::model::layer::{rotated, rotated_to};
 use crate::model::rope::RopeTable;
 use crate::model::{Decoder, States};
@@ -319,12 +319,16 @@ impl LayerInput<'_> {
     fn head(&self, states: &States, c: usize) -> HeadRun {
         let (config, r) = (&self.of.decoder().config, self.group());
         let queries = s![c * r..(c + 1) * r, .., ..];
-        let (q_pre, k_pre) = (
-            states.q_pre.slice(queries).to_owned(),
-            states.k_pre.slice(s![c..c + 1, .., ..]).to_owned(),
-        );
-        let v = states.v.slice(s![c..c + 1, .., ..]);
-        let (q_rope, k_rope) = (rotated(&q_pre, self.table), rotated(&k_pre, self.table));
+        let own = s![c..c + 1, .., ..];
+        let both = |pre: ArrayView3<f32>| {
+            let pre = pre.to_owned();
+            Rotated {
+                rope: rotated(&pre, self.table),
+                pre,
+            }
+        };
+        let (q, k) = (both(states.q.slice(queries)), both(states.k.slice(own)));
+        let v = states.v.slice(own);
         let prompt = |x: ArrayView3<f32>| x.slice(s![.., ..self.first, ..]).to_owned();
         let mut head = HeadTrajectories::new(
             config,
@@ -333,14 +337,16 @@ impl LayerInput<'_> {
             self.first + self.steps,
             [self.index, c],
         );
-        let context = Context {
-            k_pre: prompt(k_pre.view()),
-            q_rope: prompt(q_rope.view()),
-            keys: prompt(k_rope.view()),
-            values: prompt(v),
+        let rows = PromptRows {
+            q: prompt(q.rope.view()),
+            k: Rotated {
+                pre: prompt(k.pre.view()),
+                rope: prompt(k.rope.view()),
+            },
+            v: prompt(v),
         };
         let leaders = leaders(self.variants);
-        head.prefill([&context, &context], 0, self.window(), &leaders);
+        head.prefill([&rows, &rows], 0, self.window(), &leaders);
         head.branch(self.measure == Measure::Losses);
         let d = config.head_dim;
         let mut outputs = Array4::zeros((self.steps, self.variants.len() + 1, r, d));
@@ -359,13 +365,13 @@ impl LayerInput<'_> {
                 }
             };
             let turned = |x: &Array3<f32>| rotated_to(x, self.table, at);
-            let q = self.own.map(|states| own(&states.q_pre, c * r, r));
-            let k = self.own.map(|states| own(&states.k_pre, c, 1));
+            let both = |full: &Rotated<Array3<f32>>, own: Option<Array3<f32>>| Rotated {
+                rope: joined(full.rope.view(), own.as_ref().map(turned)),
+                pre: joined(full.pre.view(), own),
+            };
             let rows = Rows {
-                q_rope: joined(q_rope.view(), q.as_ref().map(turned)),
-                k_rope: joined(k_rope.view(), k.as_ref().map(turned)),
-                q_pre: joined(q_pre.view(), q),
-                k_pre: joined(k_pre.view(), k),
+                q: both(&q, self.own.map(|states| own(&states.q, c * r, r))),
+                k: both(&k, self.own.map(|states| own(&states.k, c, 1))),
                 v: joined(v, self.own.map(|states| own(&states.v, c, 1))),
             };
             let input = StepInput {

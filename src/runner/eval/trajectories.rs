@@ -13,7 +13,7 @@ use crate::kv::StaticSet;
 use crate::kv::{KvHead, KvType};
 use crate::method::Reads;
 use crate::model::ModelConfig;
-use crate::model::forward::{Context, Forward, Rows};
+use crate::model::forward::{Forward, PromptRows, Rows};
 
 /// The full trajectory, and one trajectory per variant.
 pub(super) struct Trajectories {
@@ -119,10 +119,10 @@ impl Trajectories {
 /// Adds a prompt's rows to one layer of the full trajectory; returns what the prompt attends.
 fn prefill_full(
     heads: &mut [HeadTrajectories],
-    rows: Rows,
+    rows: PromptRows,
     model_window: Option<usize>,
     leaders: &[usize],
-) -> Context {
+) -> PromptRows {
     let exact: Vec<&KvHead> = heads.iter().map(|h| &h.exact).collect();
     // Methods see earlier positions as the variants' caches round them, if some do.
     let rounds = heads.iter().any(|h| h.stored.is_some()) && !exact[0].is_empty();
@@ -130,13 +130,13 @@ fn prefill_full(
         let held = heads.iter().map(|h| h.stored.as_ref().unwrap_or(&h.exact));
         held.collect()
     });
-    let rounded = stored.map(|caches| Context::join(rows.clone(), &caches));
-    let context = Context::join(rows, &exact);
+    let rounded = stored.map(|caches| rows.clone().join(&caches));
+    let rows = rows.join(&exact);
     heads.par_iter_mut().enumerate().for_each(|(c, head)| {
-        let seen = rounded.as_ref().unwrap_or(&context);
-        head.prefill([&context, seen], c, model_window, leaders);
+        let seen = rounded.as_ref().unwrap_or(&rows);
+        head.prefill([&rows, seen], c, model_window, leaders);
     });
-    context
+    rows
 }
 
 /// Returns, for each variant, the first variant of the same method.
@@ -176,12 +176,12 @@ impl HeadTrajectories {
         }
     }
 
-    /// Adds the prompt of KV head `c` of a context to the full trajectory; in the second context, `seen`, earlier rows are as
+    /// Adds the prompt of KV head `c` to the full trajectory, from joined rows; in the second ones, `seen`, earlier rows are as
     /// the variants' caches round them. After the first prompt, a variant copies the index of the first variant of its method
     /// (its leader), if indexes do not depend on the budget.
     pub fn prefill(
         &mut self,
-        [exact, seen]: [&Context; 2],
+        [exact, seen]: [&PromptRows; 2],
         c: usize,
         model_window: Option<usize>,
         leaders: &[usize],
@@ -236,7 +236,7 @@ impl HeadTrajectories {
         let mut full = out.index_axis_mut(Axis(0), 0);
         let visible: Vec<u32> = input.set.visible().map(|p| p as u32).collect();
         let (keys, values) = (self.exact.keys(), self.exact.values());
-        let q = token.q_rope.view();
+        let q = token.q.rope.view();
         let mut metrics = Vec::new();
         if self.shadows.is_empty() {
             attention::decode(q, keys, values, &visible, full);

@@ -8,16 +8,16 @@ use crate::compute::cuda::driver::Driver;
 use crate::cuda::check::case::upload;
 use crate::error::{Error, Result};
 use crate::float::Float;
-use crate::kv::Limits;
+use crate::kv::cuda::Positions;
 use crate::kv::cuda::attend::Attention;
 use crate::kv::cuda::float::LayerRows;
 use crate::kv::cuda::format;
 use crate::kv::cuda::prompt::{Prompts, Queries};
-use crate::kv::cuda::rows::{CudaRows, Prompted};
-use crate::kv::cuda::{Positions, Rotated};
+use crate::kv::cuda::rows::{CudaRows, WholePrompt};
 use crate::kv::packed::{Center, Layout};
+use crate::kv::{Limits, Qkv, Rotated};
 use crate::method::Method;
-use crate::method::cuda::{Chunk, CudaIndex, CudaStep, OnDevice, ServedLayer, TALLIES, WholePrompt};
+use crate::method::cuda::{Chunk, CudaIndex, CudaStep, OnDevice, ServedLayer, TALLIES};
 
 /// A layer whose rows are fed to the device.
 pub struct Layer<'a> {
@@ -43,26 +43,11 @@ pub struct Chosen {
     pub out: Vec<f32>,
 }
 
-/// The keys, values and queries of some positions, `[heads,m,d]` on the device.
-struct Part<'d> {
-    keys: Buffer<'d, f32>,
-    values: Buffer<'d, f32>,
-    queries: Buffer<'d, f32>,
-    m: usize,
-}
-
-impl<'d> Part<'d> {
-    fn keys(&self) -> Rotated<'_> {
-        both(&self.keys)
-    }
-
-    fn queries(&self) -> Rotated<'_> {
-        both(&self.queries)
-    }
-}
+/// The queries, keys and values of some positions, `[heads,m,d]` on the device.
+type Part<'d> = Qkv<Buffer<'d, f32>>;
 
 /// Rows that are the same before and after rotation.
-fn both<'b>(rows: &'b Buffer<'_, f32>) -> Rotated<'b> {
+fn both<'b>(rows: &'b Buffer<'_, f32>) -> Rotated<&'b Buffer<'b, f32>> {
     Rotated {
         pre: rows,
         rope: rows,
@@ -76,10 +61,9 @@ impl<'a> Layer<'a> {
             upload(self.driver, &part.iter().copied().collect::<Vec<_>>())
         };
         Ok(Part {
-            keys: rows(&self.rows.keys)?,
-            values: rows(&self.rows.values)?,
-            queries: rows(&self.rows.queries)?,
-            m,
+            q: rows(&self.rows.q)?,
+            k: rows(&self.rows.k)?,
+            v: rows(&self.rows.v)?,
         })
     }
 
@@ -107,16 +91,16 @@ impl<'a> Layer<'a> {
         for number in 0..setting.steps {
             let part = self.part(setting.n + number, 1)?;
             positions.advance(1)?;
-            cache.append(&part.keys, &part.values, 1, &positions)?;
-            index.append(part.keys(), &positions)?;
+            cache.append(&part.k, &part.v, 1, &positions)?;
+            index.append(both(&part.k), &positions)?;
             let step = CudaStep {
                 number,
-                queries: part.queries(),
+                queries: both(&part.q),
                 cache: Some(cache.as_ref()),
                 positions: &positions,
             };
             let chosen = index.select(&step)?;
-            cache.attend(&attention, &part.queries, &positions, chosen)?;
+            cache.attend(&attention, &part.q, &positions, chosen)?;
             index.observe(&step, &attention)?;
             index.tally(at, &positions, chosen, &sums)?;
             steps.push(Chosen {
@@ -158,44 +142,45 @@ impl<'a> Layer<'a> {
             positions.advance(m)?;
             if let Some((rows, own)) = &mut context {
                 own.advance(m)?;
-                rows.append(&part.keys, &part.values, m, own)?;
+                rows.append(&part.k, &part.v, m, own)?;
             }
-            cache.extend(&part.keys, &part.values, m, positions)?;
+            cache.extend(&part.k, &part.v, m, positions)?;
             index.extend(&Chunk {
-                queries: part.queries(),
-                keys: part.keys(),
+                own: Qkv {
+                    q: both(&part.q),
+                    k: both(&part.k),
+                    v: &part.v,
+                },
                 m,
                 rows: rows_of(cache, context.as_ref())?,
                 positions,
             })?;
-            last = Some(part);
+            last = Some((part, m));
         }
-        let last = last.ok_or_else(|| Error::internal("a prompt without parts"))?;
-        let queries = Queries {
-            rows: &last.queries,
-            m: last.m,
-        };
+        let (last, m) = last.ok_or_else(|| Error::internal("a prompt without parts"))?;
+        let queries = Queries { rows: &last.q, m };
         let prompts = if format.needs_room() || index.wants_prompts() {
             Some(Prompts::new(driver, shape)?)
         } else {
             None
         };
+        let (prompts, positions) = (prompts.as_ref(), &*positions);
         if let Some((rows, _)) = &context {
-            cache.prompt(&Prompted {
+            let prompt = WholePrompt {
                 rows,
                 queries,
-                layout: Layout::from(Center::Median),
+                prompts,
                 positions,
-                room: prompts.as_ref(),
-            })?;
+            };
+            cache.prompt(&prompt, Layout::from(Center::Median))?;
         }
-        index.end_of_prompt(&WholePrompt {
+        let prompt = WholePrompt {
             rows: rows_of(cache, context.as_ref())?,
-            cache: Some(cache),
             queries,
-            prompts: prompts.as_ref(),
+            prompts,
             positions,
-        })?;
+        };
+        index.end_of_prompt(&prompt, Some(cache))?;
         index.end_prompt();
         Ok(())
     }

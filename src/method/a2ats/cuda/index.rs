@@ -10,8 +10,8 @@ use super::encode::Encoder;
 use super::{A2ats, Codebooks, HeadConstants};
 use crate::compute::cuda::buffer::Buffer;
 use crate::error::Result;
-use crate::kv::cuda::{CudaSelection, Positions, Rotated};
-use crate::kv::{Budget, Limits, StaticSet};
+use crate::kv::cuda::{CudaSelection, Positions};
+use crate::kv::{Budget, Limits, Rotated, StaticSet};
 use crate::method::Reads;
 use crate::method::a2ats::A2atsMethod;
 use crate::method::bench::Contents;
@@ -55,7 +55,7 @@ impl CudaMethod for A2atsMethod {
 
 impl CodeIndex<'_> {
     /// Returns the rows to encode or score: before rotation with windowed RoPE, else after.
-    fn rows<'a>(&self, rows: Rotated<'a>) -> &'a Buffer<'a, f32> {
+    fn rows<'a>(&self, rows: Rotated<&'a Buffer<'a, f32>>) -> &'a Buffer<'a, f32> {
         if self.is_pre_rope { rows.pre } else { rows.rope }
     }
 }
@@ -72,14 +72,14 @@ impl CudaIndex for CodeIndex<'_> {
     }
 
     fn extend(&self, chunk: &Chunk<'_>) -> Result<()> {
-        let (keys, positions) = (self.rows(chunk.keys), chunk.positions);
+        let (keys, positions) = (self.rows(chunk.own.k), chunk.positions);
         in_prompt(&self.encoder, |encoder| {
             self.state
                 .extend(keys, chunk.m, &self.codebooks, positions, encoder)
         })
     }
 
-    fn append(&self, keys: Rotated<'_>, positions: &Positions<'_>) -> Result<()> {
+    fn append(&self, keys: Rotated<&Buffer<'_, f32>>, positions: &Positions<'_>) -> Result<()> {
         self.state.append(self.rows(keys), &self.codebooks, positions)
     }
 

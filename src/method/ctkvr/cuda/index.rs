@@ -5,10 +5,11 @@ use std::ops::Range;
 use super::{Ctkvr, CtkvrWorkspace, Lists};
 use crate::error::Result;
 use crate::kv::cuda::CudaSelection;
+use crate::kv::cuda::rows::{CudaRows, WholePrompt};
 use crate::method::ctkvr::CtkvrParams;
 use crate::method::cuda::{
     ByWindow, Chunk, CudaIndex, CudaMethod, CudaNeeds, CudaStep, Indexes, OnDevice, ServedLayer,
-    SharedPrompt, WholePrompt, each_served, in_prompt,
+    SharedPrompt, each_served, in_prompt,
 };
 
 /// The index of a layer.
@@ -46,13 +47,13 @@ impl CudaIndex for QueryIndex<'_> {
     }
 
     fn extend(&self, chunk: &Chunk<'_>) -> Result<()> {
-        let (queries, rows, positions) = (chunk.queries.rope, chunk.rows, chunk.positions);
+        let (queries, rows, positions) = (chunk.own.q.rope, chunk.rows, chunk.positions);
         in_prompt(&self.lists, |lists| {
             self.ring.extend(queries, chunk.m, rows, positions, lists)
         })
     }
 
-    fn end_of_prompt(&self, _: &WholePrompt<'_>) -> Result<()> {
+    fn end_of_prompt(&self, _: &WholePrompt<'_>, _: Option<&dyn CudaRows>) -> Result<()> {
         in_prompt(&self.lists, |lists| self.ring.end_of_prompt(lists))
     }
 

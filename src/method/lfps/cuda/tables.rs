@@ -9,13 +9,13 @@ use super::{Lfps, LfpsWorkspace};
 use crate::compute::cuda::buffer::Buffer;
 use crate::error::Result;
 use crate::kv::cuda::attend::Attention;
+use crate::kv::cuda::rows::{CudaRows, WholePrompt};
 use crate::kv::cuda::{CudaSelection, Positions};
 use crate::kv::packed::Center;
 use crate::kv::{KvHead, KvType};
 use crate::method::Prompt;
 use crate::method::cuda::{
-    ByWindow, Chunk, CudaIndex, CudaMethod, CudaNeeds, CudaStep, Indexes, OnDevice, ServedLayer, WholePrompt,
-    each_served,
+    ByWindow, Chunk, CudaIndex, CudaMethod, CudaNeeds, CudaStep, Indexes, OnDevice, ServedLayer, each_served,
 };
 use crate::method::lfps::{self as method, LfpsMethod, Threshold};
 
@@ -57,7 +57,7 @@ impl CudaIndex for TableIndex<'_> {
     fn extend(&self, chunk: &Chunk<'_>) -> Result<()> {
         let (d, m, n) = (self.lfps.shape.head_dim, chunk.m, self.rows.min(chunk.m));
         for (head, last) in self.queries.borrow_mut().iter_mut().enumerate() {
-            last.extend(chunk.queries.rope.read_part((head * m + m - n) * d, n * d)?);
+            last.extend(chunk.own.q.rope.read_part((head * m + m - n) * d, n * d)?);
             let beyond = last.len().saturating_sub(self.rows * d);
             last.drain(..beyond);
         }
@@ -65,7 +65,7 @@ impl CudaIndex for TableIndex<'_> {
     }
 
     /// Makes the tables of a prompt of one sequence; waits for the device.
-    fn end_of_prompt(&self, prompt: &WholePrompt<'_>) -> Result<()> {
+    fn end_of_prompt(&self, prompt: &WholePrompt<'_>, _: Option<&dyn CudaRows>) -> Result<()> {
         let (n, queries) = (prompt.positions.longest(), self.queries.borrow());
         let cached = (0..self.heads.len()).map(|at| prompt.rows.read_head(at, n));
         let cached: Vec<_> = cached.collect::<Result<_>>()?;

@@ -57,13 +57,13 @@ impl Fit for PriorsFit {
         let table = states.rope.table(0..self.sample.blocks.longest());
         let (r, scale) = (states.sizes.group(), 1.0 / (states.sizes.head_dim as f32).sqrt());
         for kv_head in 0..states.sizes.n_kv_heads {
-            let mut keys = (states.keys)(kv_head)?;
+            let mut keys = (states.read.k)(kv_head)?;
             let rows: Vec<usize> = (0..keys.nrows()).collect();
             self.sample.blocks.rotate(&mut keys, &rows, &table, 1.0)?;
             let mut fits = Vec::with_capacity(r);
             for query_head in kv_head * r..(kv_head + 1) * r {
                 env::check()?;
-                let mut queries = (states.queries)(query_head)?;
+                let mut queries = (states.read.q)(query_head)?;
                 self.sample
                     .blocks
                     .rotate(&mut queries, &self.sample.rows, &table, scale)?;

@@ -4,17 +4,17 @@ use rand::{Rng, SeedableRng};
 use rand_chacha::ChaCha8Rng;
 
 use super::SelfIndex;
+use crate::compute::cuda::buffer::Buffer;
 use crate::error::{Error, Result};
-use crate::kv::StaticSet;
-use crate::kv::cuda::rows::CudaRows;
+use crate::kv::cuda::rows::{CudaRows, WholePrompt};
 use crate::kv::cuda::signs::{FULL, Signs};
-use crate::kv::cuda::{CudaSelection, Positions, Rotated};
+use crate::kv::cuda::{CudaSelection, Positions};
 use crate::kv::packed::{Center, Layout, sign_bytes};
+use crate::kv::{Rotated, StaticSet};
 use crate::method::Reads;
 use crate::method::bench::Contents;
 use crate::method::cuda::{
-    CudaIndex, CudaMethod, CudaNeeds, CudaStep, Indexes, OnDevice, ServedLayer, WholePrompt, each_layer,
-    each_served,
+    CudaIndex, CudaMethod, CudaNeeds, CudaStep, Indexes, OnDevice, ServedLayer, each_layer, each_served,
 };
 use crate::method::selfindex::{SelfIndexMethod, centroid_bytes};
 
@@ -75,7 +75,7 @@ impl CudaIndex for SignIndex<'_> {
         true
     }
 
-    fn end_of_prompt(&self, prompt: &WholePrompt<'_>) -> Result<()> {
+    fn end_of_prompt(&self, prompt: &WholePrompt<'_>, cache: Option<&dyn CudaRows>) -> Result<()> {
         let prompts = prompt
             .prompts
             .ok_or_else(|| Error::internal("CUDA: no room for signs of a prompt"))?;
@@ -84,12 +84,12 @@ impl CudaIndex for SignIndex<'_> {
             prompts.signs(rows, prompt.queries, self.layout, positions, signs)?;
         }
         if self.is_fitted {
-            prompts.centroids(rows, self.signs(prompt.cache)?, positions, &self.index.centroids)?;
+            prompts.centroids(rows, self.signs(cache)?, positions, &self.index.centroids)?;
         }
         Ok(())
     }
 
-    fn append(&self, keys: Rotated<'_>, positions: &Positions<'_>) -> Result<()> {
+    fn append(&self, keys: Rotated<&Buffer<'_, f32>>, positions: &Positions<'_>) -> Result<()> {
         // A cache that holds the signs appends them itself.
         match &self.signs {
             Some(signs) => signs.driver.beside(&mut || signs.append(keys.rope, 1, positions)),

@@ -1,9 +1,10 @@
 //! The index of a layer.
 
 use super::{Quantisers, Wpq, WpqWorkspace};
+use crate::compute::cuda::buffer::Buffer;
 use crate::error::{Error, Result};
-use crate::kv::cuda::{CudaSelection, Positions, Rotated};
-use crate::kv::{Limits, StaticSet};
+use crate::kv::cuda::{CudaSelection, Positions};
+use crate::kv::{Limits, Rotated, StaticSet};
 use crate::method::Reads;
 use crate::method::bench::Contents;
 use crate::method::cuda::{
@@ -49,10 +50,10 @@ fn empty<'d>(
 
 impl CudaIndex for Wpq<'_> {
     fn extend(&self, chunk: &Chunk<'_>) -> Result<()> {
-        Wpq::extend(self, chunk.keys.rope, chunk.m, chunk.positions)
+        Wpq::extend(self, chunk.own.k.rope, chunk.m, chunk.positions)
     }
 
-    fn append(&self, keys: Rotated<'_>, positions: &Positions<'_>) -> Result<()> {
+    fn append(&self, keys: Rotated<&Buffer<'_, f32>>, positions: &Positions<'_>) -> Result<()> {
         let encode = &mut || Wpq::extend(self, keys.rope, 1, positions);
         self.driver.beside(encode)
     }
