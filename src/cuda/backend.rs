@@ -15,7 +15,6 @@ use super::heads::{HeadList, HeadRoom};
 use super::model::DeviceModel;
 use super::prompt::{PromptLayer, PromptPart, PromptPass, PromptRoom, SpaceNeeds};
 use super::served::Served;
-use super::sizes::LayerSizes;
 use super::windows::Windows;
 use crate::compute::cuda::buffer::Buffer;
 use crate::compute::cuda::driver::Recording;
@@ -113,12 +112,12 @@ impl<'a> CudaBackend<'a> {
             rows: ROWS.min(ids.len()),
         };
         let needs = |(number, space): (usize, &Space<'a>)| {
-            let sizes = LayerSizes {
-                n_heads: space.at.shape.kv_heads * space.at.shape.group,
-                n_kv_heads: space.at.shape.kv_heads,
-                ..body.sizes()
+            let shape = Shape {
+                sequences: 1,
+                capacity: ids.len(),
+                ..space.at.shape
             };
-            let context = || LayerContext::new(body.driver, &sizes, body.row_type(), ids.len());
+            let context = || LayerContext::new(body.driver, shape, body.row_type());
             let own = self.parts().filter(|part| part.space == number);
             Ok(SpaceNeeds {
                 shape: space.at.shape,

@@ -1,14 +1,13 @@
 //! One layer's keys and values of a prompt, for attention within the prompt.
 
-use super::sizes::LayerSizes;
 use crate::compute::cuda::buffer::Buffer;
 use crate::compute::cuda::driver::Driver;
 use crate::error::Result;
 use crate::float::Float;
 use crate::kv::Limits;
-use crate::kv::cuda::Positions;
 use crate::kv::cuda::float::LayerRows;
 use crate::kv::cuda::rows::CudaRows;
+use crate::kv::cuda::{Positions, Shape};
 
 /// One layer's keys and values of one sequence.
 pub struct LayerContext<'d> {
@@ -17,12 +16,12 @@ pub struct LayerContext<'d> {
 }
 
 impl<'d> LayerContext<'d> {
-    /// Allocates space for `n` positions.
+    /// Allocates space for as many positions as the shape, that of one sequence, has room for.
     ///
     /// # Errors
     /// A model whose attention the kernels do not support; out of memory.
-    pub fn new(driver: &'d dyn Driver, sizes: &LayerSizes, float: Float, n: usize) -> Result<Self> {
-        let shape = sizes.shape(1, n).checked()?;
+    pub fn new(driver: &'d dyn Driver, shape: Shape, float: Float) -> Result<Self> {
+        let shape = shape.checked()?;
         Ok(Self {
             rows: LayerRows::new(driver, shape, float)?,
             positions: Positions::new(driver, shape, Limits::last(1))?,

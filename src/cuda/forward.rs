@@ -63,7 +63,7 @@ impl<'a> CudaForward<'a> {
             work: body.workspace(ROWS.min(first + m))?,
             hidden: Buffer::new(driver, "hidden states", m * s.hidden)?,
             rotation: Rotation::new(driver, &body.rope, first, m)?,
-            context: LayerContext::new(driver, &s, self.float, first + m)?,
+            context: LayerContext::new(driver, s.heads.shape(1, first + m), self.float)?,
             finite: FiniteCheck::new(driver)?,
             logits: Buffer::new(driver, "logits", body.config.vocab_size)?,
         };
@@ -80,14 +80,14 @@ impl<'a> CudaForward<'a> {
     /// Computes the queries, keys and values of a prompt chunk by chunk, and returns them for the caches.
     fn prompt_rows(&self, weights: &LayerWeights<'_>, pass: &Pass<'_>) -> Result<PromptRows> {
         let (s, m) = (self.body.sizes(), pass.m);
-        let heads = |heads| Array3::zeros((heads, m, s.head_dim));
+        let heads = |heads| Array3::zeros((heads, m, s.heads.head_dim));
         let mut rows = PromptRows {
-            q: heads(s.n_heads),
+            q: heads(s.heads.n_heads),
             k: Rotated {
-                pre: heads(s.n_kv_heads),
-                rope: heads(s.n_kv_heads),
+                pre: heads(s.heads.n_kv_heads),
+                rope: heads(s.heads.n_kv_heads),
             },
-            v: heads(s.n_kv_heads),
+            v: heads(s.heads.n_kv_heads),
         };
         for (start, n) in pass.chunks() {
             env::check()?;
@@ -220,7 +220,7 @@ impl Forward for CudaForward<'_> {
             let at = RowPositions::At { first: 0, apart: 1 };
             work.project(weights, hidden, n, n, &rotation, at)?;
             let read = |from: &Buffer<'_, f32>, heads| -> Result<Array3<f32>> {
-                let mut out = Array3::zeros((heads, n, s.head_dim));
+                let mut out = Array3::zeros((heads, n, s.heads.head_dim));
                 fetch(from, &mut out, 0, n)?;
                 Ok(out)
             };
@@ -231,11 +231,11 @@ impl Forward for CudaForward<'_> {
                 })
             };
             let rows = Rows {
-                q: both(&work.heads.q, s.n_heads)?,
-                k: both(&work.heads.k, s.n_kv_heads)?,
-                v: read(&work.heads.v, s.n_kv_heads)?,
+                q: both(&work.heads.q, s.heads.n_heads)?,
+                k: both(&work.heads.k, s.heads.n_kv_heads)?,
+                v: read(&work.heads.v, s.heads.n_kv_heads)?,
             };
-            let mut attended = Array3::<f32>::zeros((n, s.n_heads, s.head_dim));
+            let mut attended = Array3::<f32>::zeros((n, s.heads.n_heads, s.heads.head_dim));
             attend(index, &rows, attended.view_mut())?;
             work.attended.write(elements(&attended))?;
             work.finish(weights, hidden, n)?;

@@ -70,7 +70,7 @@ impl<'d> HeadRoom<'d> {
                 all: all.ptr(),
                 list: heads.list.ptr(),
                 some: some.ptr(),
-                heads: work.sizes.n_kv_heads * group,
+                heads: work.sizes.heads.n_kv_heads * group,
                 group,
                 values,
             }

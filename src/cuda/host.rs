@@ -88,7 +88,7 @@ impl<'a> HostBackend<'a> {
     ) -> Result<Self> {
         let body = body.into();
         let driver = body.driver;
-        let shape = body.sizes().shape(1, capacity).checked()?;
+        let shape = body.config.sizes().shape(1, capacity).checked()?;
         let kind = kind(&options)?;
         let static_set = StaticAttention::new(driver, shape, &options)?;
         let model = DeviceModel::new(body, shape, &options)?;
@@ -132,7 +132,7 @@ impl<'a> HostBackend<'a> {
     /// Embeds a prompt, and allocates its buffers and those of the indexes.
     fn begin_prompt(&self, ids: &[u32], first: usize) -> Result<PromptPass<'a>> {
         let (body, n) = (&self.model.body, first + ids.len());
-        let context = LayerContext::new(body.driver, &body.sizes(), kind(&self.options)?, n)?;
+        let context = LayerContext::new(body.driver, body.config.sizes().shape(1, n), kind(&self.options)?)?;
         let room = PromptRoom {
             first,
             rows: ROWS.min(n).max(self.static_set.rows()),
@@ -253,7 +253,7 @@ impl HostLayer<'_> {
         set: &StaticSet,
         arrived: Arrived,
     ) -> Result<Vec<Vec<u32>>> {
-        let d = work.sizes.head_dim;
+        let d = work.sizes.heads.head_dim;
         let Arrived { rows: new, chosen } = arrived;
         extend(&mut self.heads, &new.k, &new.v, 1)?;
         if self.static_rows.is_some() {
@@ -314,7 +314,7 @@ fn put_cached(pass: &mut PromptPass<'_>, heads: &[KvHead]) -> Result<()> {
 
 /// Copies the keys and values of the last `n` positions, `[g,n,d]`, into the caches; waits for the device.
 fn store(heads: &mut [KvHead], work: &Workspace<'_>, n: usize) -> Result<()> {
-    let values = heads.len() * n * work.sizes.head_dim;
+    let values = heads.len() * n * work.sizes.heads.head_dim;
     let mut arrived = (vec![0.0; values], vec![0.0; values]);
     let mut parts = [
         work.heads.k.rope.to(&mut arrived.0),

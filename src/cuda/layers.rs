@@ -74,14 +74,14 @@ impl CudaLayer<'_> {
         let rows = Buffer::<f32>::new(driver, "hidden states", chunk * s.hidden)?;
         let float = self.model.precision.attended(self.layer.k.weight.float());
         let mut context = match hidden {
-            Hidden::Changed(_) => Some(LayerContext::new(driver, s, float, m)?),
+            Hidden::Changed(_) => Some(LayerContext::new(driver, s.heads.shape(1, m), float)?),
             Hidden::Read(_) => None,
         };
-        let heads = |heads| Array3::zeros((heads, m, s.head_dim));
+        let heads = |heads| Array3::zeros((heads, m, s.heads.head_dim));
         let mut states = States {
-            q: heads(s.n_heads),
-            k: heads(s.n_kv_heads),
-            v: heads(s.n_kv_heads),
+            q: heads(s.heads.n_heads),
+            k: heads(s.heads.n_kv_heads),
+            v: heads(s.heads.n_kv_heads),
         };
         for first in (0..m).step_by(chunk) {
             let n = chunk.min(m - first);

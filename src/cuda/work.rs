@@ -125,7 +125,7 @@ impl<'d> Workspace<'d> {
     /// # Errors
     /// Out of memory.
     pub fn new(driver: &'d dyn Driver, sizes: LayerSizes, precision: Precision, rows: usize) -> Result<Self> {
-        let (kv, ffn) = (sizes.n_kv_heads * sizes.head_dim, sizes.intermediate);
+        let (kv, ffn) = (sizes.kv(), sizes.intermediate);
         let buffer = |width: usize| Buffer::new(driver, "activations", rows * width);
         Ok(Self {
             driver,
@@ -155,7 +155,7 @@ impl<'d> Workspace<'d> {
         let s = &self.sizes;
         self.norm(hidden, &weights.input_norm, &self.normed, rows)?;
         self.multiply(&weights.qkv, &self.normed, rows, &self.qkv, false)?;
-        let (h, g) = (s.n_heads, s.n_kv_heads);
+        let (h, g) = (s.heads.n_heads, s.heads.n_kv_heads);
         let (lens, first, apart) = match at {
             RowPositions::At { first, apart } => (None, first - rotation.first, apart),
             RowPositions::Last(positions) => (Some(positions.lens.ptr()), 0, 0),
@@ -177,7 +177,7 @@ impl<'d> Workspace<'d> {
             m,
             h,
             g,
-            d: s.head_dim,
+            d: s.heads.head_dim,
             first,
             apart,
             eps: s.eps,

@@ -20,6 +20,7 @@ pub mod packed;
 pub mod qkv;
 pub mod rows;
 pub mod sample;
+pub mod shape;
 pub mod static_set;
 
 pub use budget::Budget;
@@ -28,4 +29,5 @@ pub use head::KvHead;
 pub use limits::Limits;
 pub use qkv::{Qkv, Rotated, RotatedQkv};
 pub use rows::{Format, Part, Prompted, RowCache, RowStore, Signs};
+pub use shape::Shape;
 pub use static_set::StaticSet;

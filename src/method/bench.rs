@@ -7,8 +7,7 @@ use super::cuda::{Indexes, OnDevice, ServedLayer};
 use super::{Place, Ranking, Retriever};
 use crate::artifact::Artifact;
 use crate::error::{Error, Result};
-use crate::kv::KvType;
-use crate::kv::Limits;
+use crate::kv::{KvType, Limits, Shape};
 use crate::parameters::{ParameterSet, Parameters};
 
 /// What can be timed on an NVIDIA GPU. On the CPU, a single layer can always be timed.
@@ -25,18 +24,19 @@ pub enum TimedOnCuda {
 /// The layer whose steps are timed.
 #[derive(Clone, Copy, Debug)]
 pub struct TimedLayer {
-    /// Sequences, b.
-    pub sequences: usize,
-    /// KV heads, g.
-    pub kv_heads: usize,
-    /// Channels, d.
-    pub head_dim: usize,
-    /// Positions in the cache, n.
-    pub context: usize,
+    /// Its sizes; each sequence fills the capacity.
+    pub shape: Shape,
     /// How the best positions are searched.
     pub ranking: Ranking,
     /// Seed of the random data.
     pub seed: u64,
+}
+
+impl TimedLayer {
+    /// Returns the number of positions in each sequence's cache, n.
+    pub fn context(&self) -> usize {
+        self.shape.capacity
+    }
 }
 
 /// The parameters of random indexes, by their names: those that benchmarks declare ([`Bench::parameters`]). Absent ones have

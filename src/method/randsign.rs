@@ -55,7 +55,7 @@ impl Bench for RandSignBench {
     }
 
     fn heads(&self, layer: &TimedLayer, _: &BenchParams) -> Result<Box<NewHead>> {
-        let rotation = Arc::new(RandomRotation::new(layer.head_dim, layer.seed));
+        let rotation = Arc::new(RandomRotation::new(layer.shape.head_dim, layer.seed));
         Ok(Box::new(move |_, _| {
             (Box::new(RandSign::new(Arc::clone(&rotation))), Fill::Keys)
         }))

@@ -119,9 +119,7 @@ impl Decoder {
         let norm = |part: &str| c.qk_norm.then(|| vector(part, d)).transpose();
         let layer = Layer {
             index,
-            n_heads: c.n_heads,
-            n_kv_heads: c.n_kv_heads,
-            head_dim: d,
+            sizes: c.sizes(),
             eps: c.rms_norm_eps,
             window: c.blocks[index].window,
             input_norm: vector("input_layernorm.weight", hidden)?,

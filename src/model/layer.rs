@@ -10,6 +10,7 @@ use rayon::prelude::*;
 use super::config::ModelConfig;
 use super::mlp::FeedForward;
 use super::rope::{Rope, RopeTable};
+use super::sizes::Sizes;
 use crate::compute::Precision;
 use crate::compute::attention;
 use crate::compute::layout::{elements, elements_mut};
@@ -31,12 +32,8 @@ const ROWS: usize = 2048;
 pub struct Layer {
     /// Number of the layer, from 0.
     pub index: usize,
-    /// Number of query heads, h.
-    pub n_heads: usize,
-    /// Number of KV heads, g.
-    pub n_kv_heads: usize,
-    /// Number of channels per head, d.
-    pub head_dim: usize,
+    /// Sizes of the model.
+    pub sizes: Sizes,
     /// Epsilon of every RMS norm.
     pub eps: f32,
     /// Number of visible positions, the current one included; `None` = all.
@@ -73,11 +70,11 @@ pub type States = Qkv<Array3<f32>>;
 impl Layer {
     /// Computes pre-RoPE q (times its factor), k and v of every row of `hidden`, `[m, hidden]`.
     pub fn project(&self, hidden: ArrayView2<f32>) -> States {
-        let empty = |heads| Array3::zeros((heads, hidden.nrows(), self.head_dim));
+        let empty = |heads| Array3::zeros((heads, hidden.nrows(), self.sizes.head_dim));
         let mut states = States {
-            q: empty(self.n_heads),
-            k: empty(self.n_kv_heads),
-            v: empty(self.n_kv_heads),
+            q: empty(self.sizes.n_heads),
+            k: empty(self.sizes.n_kv_heads),
+            v: empty(self.sizes.n_kv_heads),
         };
         for (i, hidden) in hidden.axis_chunks_iter(Axis(0), ROWS).enumerate() {
             let rows = i * ROWS..i * ROWS + hidden.nrows();
@@ -152,7 +149,7 @@ impl Layer {
         tap(&states, &k_rope);
         // In place, since nothing reads the unrotated queries from here on.
         rotate(&mut states.q, &table);
-        let mut attended = Array2::zeros((m, self.n_heads * self.head_dim));
+        let mut attended = Array2::zeros((m, self.sizes.n_heads * self.sizes.head_dim));
         attention::causal(
             states.q.view(),
             k_rope.view(),

@@ -59,9 +59,7 @@ pub fn layer(c: &ModelConfig, index: usize) -> Result<Layer> {
     let norm = || c.qk_norm.then(|| vec![1.0; c.head_dim]);
     Ok(Layer {
         index,
-        n_heads: c.n_heads,
-        n_kv_heads: c.n_kv_heads,
-        head_dim: c.head_dim,
+        sizes: c.sizes(),
         eps: c.rms_norm_eps,
         window: c.blocks[index].window,
         input_norm: vec![1.0; hidden],

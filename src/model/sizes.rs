@@ -3,6 +3,7 @@
 use serde::{Deserialize, Serialize};
 
 use crate::error::{Error, Result};
+use crate::kv::Shape;
 
 /// The numbers of layers and heads of a model, and the width of a head.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -21,6 +22,17 @@ impl Sizes {
     /// Returns the number of query heads per KV head, r = h / g.
     pub fn group(self) -> usize {
         self.n_heads / self.n_kv_heads
+    }
+
+    /// Returns the sizes of a layer's cache for `sequences` sequences of up to `capacity` positions.
+    pub fn shape(self, sequences: usize, capacity: usize) -> Shape {
+        Shape {
+            sequences,
+            kv_heads: self.n_kv_heads,
+            group: self.group(),
+            head_dim: self.head_dim,
+            capacity,
+        }
     }
 
     /// Checks sizes that were read from a file.

@@ -6,8 +6,8 @@ use rand_chacha::ChaCha8Rng;
 
 use super::setting::LayerSetting;
 use crate::error::Result;
-use crate::kv::KvHead;
 use crate::kv::packed::{Center, Layout};
+use crate::kv::{KvHead, Shape};
 use crate::method::bench::{Fill, NewHead};
 use crate::method::{Place, Prompt, Retriever};
 
@@ -44,7 +44,12 @@ impl BenchHead {
     /// Draws a head: the rows of its cache, if its method or attention reads them, and its method's state.
     pub fn new(setting: &LayerSetting, new: &NewHead, kv_head: usize, seed: u64) -> Result<Self> {
         let mut rng = ChaCha8Rng::seed_from_u64(seed);
-        let (n, d, group) = (setting.layer.context, setting.layer.head_dim, setting.group);
+        let Shape {
+            group,
+            head_dim: d,
+            capacity: n,
+            ..
+        } = setting.layer.shape;
         let place = Place {
             layer: 0,
             kv_head,

@@ -54,15 +54,12 @@ impl QuickLayer<'_> {
             return Ok(None);
         };
         let layer = TimedLayer {
-            sequences: 1,
-            kv_heads: self.config.n_kv_heads,
-            head_dim: self.config.head_dim,
-            context: self.context,
+            shape: self.config.sizes().shape(1, self.context),
             ranking: Ranking::Fast,
             seed: self.seed,
         };
         let (caches, params) = ((Limits::new(self.budget), self.kv), self.params.clone());
-        let setting = LayerSetting::attending(caches, params, layer, self.config.group(), method, bench);
+        let setting = LayerSetting::attending(caches, params, layer, method, bench);
         env::check()?;
         let mut steps = CpuSteps::new(&setting)?;
         steps.run()?;

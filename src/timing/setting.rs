@@ -2,7 +2,7 @@
 
 use ndarray::Array2;
 
-use crate::kv::{KvHead, KvType, Limits, StaticSet};
+use crate::kv::{KvHead, KvType, Limits, Shape, StaticSet};
 use crate::method::bench::{Bench, BenchParams, TimedLayer};
 use crate::method::registry::MethodName;
 use crate::method::{Ranking, Reads, Selection, Step};
@@ -21,8 +21,6 @@ pub struct LayerSetting {
     pub params: BenchParams,
     /// The layer.
     pub layer: TimedLayer,
-    /// Query heads per KV head, r.
-    pub group: usize,
     /// The method.
     pub method: MethodName,
     /// Its benchmark.
@@ -37,7 +35,6 @@ impl LayerSetting {
         (limits, kv): (Limits, KvType),
         params: BenchParams,
         layer: TimedLayer,
-        group: usize,
         method: MethodName,
         bench: &'static dyn Bench,
     ) -> Self {
@@ -46,7 +43,6 @@ impl LayerSetting {
             kv,
             params,
             layer,
-            group,
             method,
             bench,
             attends: true,
@@ -55,7 +51,7 @@ impl LayerSetting {
 
     /// Returns the static set of the last position.
     pub fn static_set(&self) -> StaticSet {
-        self.limits.static_set(self.layer.context - 1)
+        self.limits.static_set(self.layer.context() - 1)
     }
 
     /// Describes step number `step` of a head; the queries serve in turn.
@@ -80,7 +76,7 @@ impl LayerSetting {
 
     /// Counts the positions that a step may choose.
     pub fn budget(&self) -> usize {
-        self.limits.budget.positions(self.layer.context)
+        self.limits.budget.positions(self.layer.context())
     }
 
     /// Tells whether a step reads cached rows.
@@ -90,17 +86,17 @@ impl LayerSetting {
 
     /// Counts the bytes of a cached key.
     pub fn key_bytes(&self) -> usize {
-        self.kv.bytes_per_key(self.layer.head_dim)
+        self.kv.bytes_per_key(self.layer.shape.head_dim)
     }
 
     /// Counts the bytes of a cached key and value.
     pub fn position_bytes(&self) -> usize {
-        self.kv.bytes_per_position(self.layer.head_dim)
+        self.kv.bytes_per_position(self.layer.shape.head_dim)
     }
 
     /// Counts the bytes of all keys and values of one layer.
     pub fn visible_bytes(&self) -> usize {
-        self.position_bytes() * self.layer.sequences * self.layer.kv_heads * self.layer.context
+        self.position_bytes() * self.layer.shape.heads() * self.layer.context()
     }
 
     /// Counts the bytes of the cached rows of one layer; 0 if none is read.
@@ -130,8 +126,8 @@ impl LayerSetting {
     /// Counts the bytes of all copies and of the prompts' queries, which one thread per core draws; as an f64, in which
     /// no product overflows. The flags' limits keep all other sizes below 2^64.
     pub fn bytes(&self) -> f64 {
-        let queries = self.group * self.bench.prompt_queries(&self.layer, &self.params);
-        let drawn = 4.0 * (queries * self.layer.head_dim * rayon::current_num_threads()) as f64;
+        let queries = self.layer.shape.group * self.bench.prompt_queries(&self.layer, &self.params);
+        let drawn = 4.0 * (queries * self.layer.shape.head_dim * rayon::current_num_threads()) as f64;
         self.copies() as f64 * self.copy_bytes() as f64 + drawn
     }
 
@@ -155,9 +151,9 @@ impl LayerSetting {
         let attended = if self.bench.retrieves() {
             set.len() + self.budget().min(set.candidates.len())
         } else {
-            self.layer.context
+            self.layer.context()
         };
-        self.index_bytes() + self.row_bytes() / self.layer.context * attended
+        self.index_bytes() + self.row_bytes() / self.layer.context() * attended
     }
 
     /// Names what is timed.
@@ -172,15 +168,15 @@ impl LayerSetting {
 
     /// Describes the sizes.
     pub fn shape(&self) -> String {
-        let TimedLayer {
+        let Shape {
             sequences: b,
             kv_heads: g,
+            group: r,
             head_dim: d,
-            context: n,
-            ..
-        } = self.layer;
+            capacity: n,
+        } = self.layer.shape;
         let (kv, budget) = (self.kv, self.limits.budget.value());
-        let h = self.group * g;
+        let h = r * g;
         format!("batch {b}, {h}/{g} heads x {d}, {n} positions, {kv}, budget {budget}")
     }
 }

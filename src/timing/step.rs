@@ -12,8 +12,8 @@ use super::setting::{LayerSetting, ROTATED_BYTES};
 use super::{median, seconds};
 use crate::compute::attention::AHEAD;
 use crate::error::Result;
+use crate::kv::Shape;
 use crate::kv::lines::AlignedVec;
-use crate::method::bench::TimedLayer;
 use crate::method::{CPU_GRANULE, Reads, Selection};
 use crate::prefetch::prefetch_later;
 use crate::runner::{Counts, add_rows, attend};
@@ -90,11 +90,10 @@ impl<'a> CpuSteps<'a> {
     /// Prepares the steps of a setting.
     pub fn new(setting: &'a LayerSetting) -> Result<Self> {
         let new = setting.bench.heads(&setting.layer, &setting.params)?;
-        let g = setting.layer.kv_heads;
-        let n = setting.layer.sequences * g;
+        let shape = setting.layer.shape;
         let seed = |i: usize| setting.layer.seed.wrapping_add(i as u64);
-        let heads = (0..n).into_par_iter();
-        let heads = heads.map(|i| BenchHead::new(setting, &new, i % g, seed(i)));
+        let heads = (0..shape.heads()).into_par_iter();
+        let heads = heads.map(|i| BenchHead::new(setting, &new, i % shape.kv_heads, seed(i)));
         let mut copies = vec![heads.collect::<Result<Vec<_>>>()?];
         for _ in 1..setting.copies() {
             copies.push(copies[0].par_iter().map(BenchHead::copied).collect());
@@ -141,13 +140,13 @@ impl<'a> CpuSteps<'a> {
             head.retriever.reads(&step, chosen, &mut reads);
             self.bytes += setting.read_bytes(&reads, chosen);
             self.scored += chosen.products;
-            let (kv, d) = (setting.kv, setting.layer.head_dim);
+            let Shape { group, head_dim, .. } = setting.layer.shape;
             if setting.attends {
-                add_rows(&mut reads, chosen, &set, setting.group, kv, d)
+                add_rows(&mut reads, chosen, &set, group, setting.kv, head_dim)
             } else {
-                reads.rows(kv, d, &[], &chosen.ranked)
+                reads.rows(setting.kv, head_dim, &[], &chosen.ranked)
             }
-            self.counts.add(chosen, &reads, &set, setting.group, kv, d);
+            self.counts.add(chosen, &reads, &set, group, setting.kv, head_dim);
         }
         Ok(seconds)
     }
@@ -167,7 +166,7 @@ impl<'a> CpuSteps<'a> {
             counts.rows = 0;
             counts.ends[1] = 0;
         }
-        let counts = counts.in_rows(*kv, layer.head_dim);
+        let counts = counts.in_rows(*kv, layer.shape.head_dim);
         json!({
             "bytes_read_fraction": counts.bytes_fraction(),
             "granule": CPU_GRANULE,
@@ -178,12 +177,7 @@ impl<'a> CpuSteps<'a> {
 
     /// Returns the share of all scores that the last step's retrieval computed exactly.
     pub fn scored_share(&self) -> f64 {
-        let TimedLayer {
-            sequences,
-            kv_heads,
-            context,
-            ..
-        } = self.setting.layer;
-        self.scored as f64 / (sequences * kv_heads * self.setting.group * context) as f64
+        let layer = self.setting.layer;
+        self.scored as f64 / (layer.shape.query_heads() * layer.context()) as f64
     }
 }

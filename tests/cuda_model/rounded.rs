@@ -61,7 +61,7 @@ fn attend(
     inputs: Round,
     round: Round,
 ) -> Vec<Vec<f64>> {
-    let (h, g, d) = (layer.n_heads, layer.n_kv_heads, layer.head_dim);
+    let (h, g, d) = (layer.sizes.n_heads, layer.sizes.n_kv_heads, layer.sizes.head_dim);
     let rows = |linear: &Linear, head_norm: Option<&Vec<f32>>, rotated: bool| -> Vec<Vec<f64>> {
         let row = |(p, x): (usize, &Vec<f64>)| {
             let y = product(linear, &norm(x, &layer.input_norm, layer.eps), inputs);

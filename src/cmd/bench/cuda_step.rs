@@ -9,10 +9,10 @@ use crate::compute::cuda::driver::{Driver, Recording};
 use crate::compute::cuda::fill::ReadLoop;
 use crate::error::Result;
 use crate::kv::Rotated;
+use crate::kv::cuda::Positions;
 use crate::kv::cuda::attend::Attention;
 use crate::kv::cuda::format;
 use crate::kv::cuda::rows::CudaRows;
-use crate::kv::cuda::{Positions, Shape};
 use crate::method::bench::Contents;
 use crate::method::cuda::{CudaIndex, CudaStep, OnDevice};
 use crate::timing::{LayerSetting, uniform};
@@ -61,16 +61,9 @@ impl<'d> CudaSteps<'d> {
     pub fn new(driver: &'d dyn Driver, setting: &LayerSetting) -> Result<Self> {
         let layer = setting.layer;
         let format = format::find(setting.kv)?;
-        let shape = Shape {
-            sequences: layer.sequences,
-            kv_heads: layer.kv_heads,
-            group: setting.group,
-            head_dim: layer.head_dim,
-            capacity: layer.context,
-        };
-        let limits = setting.limits;
+        let (shape, limits) = (layer.shape, setting.limits);
         let mut positions = Positions::new(driver, shape, limits)?;
-        positions.set(&vec![layer.context as u32; layer.sequences])?;
+        positions.set(&vec![layer.context() as u32; shape.sequences])?;
         let mut rng = ChaCha8Rng::seed_from_u64(layer.seed);
         let queries = uniform(&mut rng, shape.query_heads(), shape.head_dim);
         let queries: Vec<f32> = queries.into_iter().collect();

@@ -18,7 +18,7 @@ use crate::env;
 use crate::error::{Error, Result};
 use crate::kv::cuda::format;
 use crate::kv::cuda::rows::CudaFormat;
-use crate::kv::{Budget, KvType, Limits};
+use crate::kv::{Budget, KvType, Limits, Shape};
 use crate::method::Ranking;
 use crate::method::bench::{Bench, TimedLayer};
 use crate::method::registry::MethodName;
@@ -261,10 +261,13 @@ fn settings(args: &LayerArgs, attends: bool, seed: u64) -> Vec<LayerSetting> {
         for &context in &args.context {
             for &sequences in &args.caches.batch {
                 let layer = TimedLayer {
-                    sequences,
-                    kv_heads,
-                    head_dim,
-                    context,
+                    shape: Shape {
+                        sequences,
+                        kv_heads,
+                        group: n_heads / kv_heads,
+                        head_dim,
+                        capacity: context,
+                    },
                     ranking: args.ranking,
                     seed,
                 };
@@ -275,7 +278,6 @@ fn settings(args: &LayerArgs, attends: bool, seed: u64) -> Vec<LayerSetting> {
                     kv: args.caches.kv,
                     params: args.parameters.0.clone(),
                     layer,
-                    group: n_heads / kv_heads,
                     method,
                     bench,
                     attends,

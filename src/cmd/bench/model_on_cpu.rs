@@ -207,17 +207,14 @@ impl Timing<'_> {
         let (args, c) = (self.args, &forward.decoder().config);
         let options = served.options(args);
         let layer = TimedLayer {
-            sequences: 1,
-            kv_heads: c.n_kv_heads,
-            head_dim: c.head_dim,
-            context,
+            shape: c.sizes().shape(1, context),
             ranking: Ranking::Fast,
             seed: self.seed,
         };
         // No sequence is opened, so that nothing asks this method.
         let unasked = |_: &Place| Full;
         let mut engine = Engine::new(Box::new(forward), &unasked, options);
-        let heads = (0..sequences).map(|_| filled(&served.plan, args, layer, c.group()));
+        let heads = (0..sequences).map(|_| filled(&served.plan, args, layer));
         let ids = heads.map(|heads| engine.adopt(heads?, context));
         let ids: Vec<SequenceId> = ids.collect::<Result<_>>()?;
         let fed: Vec<(SequenceId, u32)> = ids.iter().map(|id| (*id, TOKEN)).collect();
@@ -304,7 +301,7 @@ struct Alike<'p> {
 
 /// Makes the caches and indexes of all layers. For each way in which it is served, a KV head is drawn once; other layers get
 /// copies at other addresses.
-fn filled(plan: &Plan, args: &ModelArgs, layer: TimedLayer, group: usize) -> Result<Vec<Vec<FilledHead>>> {
+fn filled(plan: &Plan, args: &ModelArgs, layer: TimedLayer) -> Result<Vec<Vec<FilledHead>>> {
     let limits = plan.limits(Budget::USUAL);
     let mut ways: Vec<Alike> = Vec::new();
     for (_, kv_head, head) in plan.heads() {
@@ -320,9 +317,9 @@ fn filled(plan: &Plan, args: &ModelArgs, layer: TimedLayer, group: usize) -> Res
                 let own = (limits.with_budget(head.budget), head.kv);
                 ways.push(Alike {
                     plan: head,
-                    setting: LayerSetting::attending(own, params, layer, group, method, bench),
+                    setting: LayerSetting::attending(own, params, layer, method, bench),
                     new,
-                    drawn: (0..layer.kv_heads).map(|_| (None, 0)).collect(),
+                    drawn: (0..layer.shape.kv_heads).map(|_| (None, 0)).collect(),
                 });
                 ways.len() - 1
             }

@@ -120,7 +120,7 @@ impl<'a> CudaBackend<'a> {
         new: &[NewSpace<'_, 'a>],
     ) -> Result<Self> {
         let driver = body.driver;
-        let shape = body.sizes().shape(sequences, capacity).checked()?;
+        let shape = body.config.sizes().shape(sequences, capacity).checked()?;
         let model = DeviceModel::new(body, shape, &options)?;
         let config = &model.body.config;
         let (mut spaces, mut windows, mut number) = (Vec::new(), Vec::new(), 0);

@@ -91,7 +91,7 @@ impl<'d> StaticAttention<'d> {
 
 /// Copies the cached rows at the given positions, `[g,positions,d]`, to the keys and values of a workspace.
 pub(super) fn put_rows(heads: &[KvHead], positions: &[usize], work: &Workspace<'_>) -> Result<()> {
-    let mut scratch = vec![0.0; work.sizes.head_dim];
+    let mut scratch = vec![0.0; work.sizes.heads.head_dim];
     for (to, is_key) in [(&work.heads.k.rope, true), (&work.heads.v, false)] {
         let mut rows = Vec::new();
         for kv in heads {

@@ -22,6 +22,7 @@ use crate::compute::cuda::buffer::Buffer;
 use crate::compute::cuda::driver::{Driver, Part};
 use crate::compute::cuda::kernels;
 use crate::error::{Error, Result};
+pub use crate::kv::Shape;
 use crate::kv::{Budget, Limits, StaticSet};
 
 /// Most query heads that share a KV head: the rows of a tensor-core product.
@@ -30,21 +31,6 @@ pub const MOST_GROUP: usize = 16;
 pub(crate) const SCAN: usize = 2048;
 /// Counters per block of a scan: positions taken, and one for each of up to 16 partly taken codewords.
 pub(crate) const KINDS: usize = 17;
-
-/// The attention shape of a layer's decode step.
-#[derive(Clone, Copy, Debug)]
-pub struct Shape {
-    /// Number of sequences, b.
-    pub sequences: usize,
-    /// Number of KV heads, g.
-    pub kv_heads: usize,
-    /// Number of query heads per KV head, r.
-    pub group: usize,
-    /// Number of channels per head, d.
-    pub head_dim: usize,
-    /// Most positions per sequence.
-    pub capacity: usize,
-}
 
 impl Shape {
     /// Checks the sizes, and rounds the capacity up to a multiple of 8, since kernels read eight codes at once.
@@ -87,19 +73,9 @@ impl Shape {
         std::f32::consts::LOG2_E / (self.head_dim as f32).sqrt()
     }
 
-    /// Counts the KV heads of all sequences.
-    pub fn heads(&self) -> usize {
-        self.sequences * self.kv_heads
-    }
-
     /// Returns the grid of a launch with `blocks` blocks per KV head of every sequence.
     pub(crate) fn grid(&self, blocks: usize) -> [usize; 3] {
         [blocks, self.kv_heads, self.sequences]
-    }
-
-    /// Counts the query heads of all sequences.
-    pub fn query_heads(&self) -> usize {
-        self.heads() * self.group
     }
 }
 

@@ -63,17 +63,17 @@ impl Bench for A2atsBench {
     /// Counts the codes, and the codebooks once for all sequences.
     fn index_bytes(&self, layer: &TimedLayer, params: &BenchParams) -> usize {
         let A2atsBenchParams { size } = params.read();
-        2 * layer.kv_heads * (layer.sequences * layer.context + size * layer.head_dim)
+        2 * layer.shape.kv_heads * (layer.shape.sequences * layer.context() + size * layer.shape.head_dim)
     }
 
     fn heads(&self, layer: &TimedLayer, params: &BenchParams) -> Result<Box<NewHead>> {
         let layer = *layer;
         let A2atsBenchParams { size } = params.read();
-        let heads = (0..layer.kv_heads).into_par_iter();
+        let heads = (0..layer.shape.kv_heads).into_par_iter();
         let codebooks = heads.map(|head| codebook(&layer, size, head));
         let codebooks: Vec<Arc<HeadCodebook>> = codebooks.collect::<Result<_>>()?;
         Ok(Box::new(move |place, rng| {
-            let codes = (0..layer.context).map(|_| (rng.r#gen::<usize>() % size) as u16);
+            let codes = (0..layer.context()).map(|_| (rng.r#gen::<usize>() % size) as u16);
             let head = A2ats::with_codes(Arc::clone(&codebooks[place.kv_head]), codes.collect());
             (Box::new(head.ranking(layer.ranking)), Fill::Nothing)
         }))
@@ -87,7 +87,7 @@ impl Bench for A2atsBench {
 
 /// Makes a random codebook without whitening.
 fn codebook(layer: &TimedLayer, size: usize, head: usize) -> Result<Arc<HeadCodebook>> {
-    let d = layer.head_dim;
+    let d = layer.shape.head_dim;
     let config = RopeConfig {
         theta: 1e4,
         scaling: RopeScaling::Default,

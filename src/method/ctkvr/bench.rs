@@ -13,11 +13,11 @@ impl Bench for CtkvrBench {
     }
 
     fn prompt_queries(&self, layer: &TimedLayer, _: &BenchParams) -> usize {
-        by_length(&CtkvrParams::default(), layer.context)
+        by_length(&CtkvrParams::default(), layer.context())
     }
 
     fn heads(&self, layer: &TimedLayer, _: &BenchParams) -> Result<Box<NewHead>> {
-        let n = layer.context;
+        let n = layer.context();
         Ok(Box::new(move |place, _| {
             let head = Ctkvr::new(place, &CtkvrParams::default());
             let fill = Fill::Prompt(head.capacity(n));

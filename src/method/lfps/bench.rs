@@ -18,7 +18,7 @@ impl Bench for LfpsBench {
     }
 
     fn prompt_queries(&self, layer: &TimedLayer, params: &BenchParams) -> usize {
-        params.read::<LfpsParams>().lfps_rows.min(layer.context)
+        params.read::<LfpsParams>().lfps_rows.min(layer.context())
     }
 
     fn heads(&self, _: &TimedLayer, params: &BenchParams) -> Result<Box<NewHead>> {

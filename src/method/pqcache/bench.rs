@@ -14,7 +14,7 @@ impl Bench for PqCacheBench {
 
     fn heads(&self, layer: &TimedLayer, _: &BenchParams) -> Result<Box<NewHead>> {
         let (params, seed) = (PqCacheParams::default(), layer.seed);
-        params.check(layer.head_dim)?;
+        params.check(layer.shape.head_dim)?;
         Ok(Box::new(move |place, _| {
             (Box::new(PqCache::new(place, &params, seed)), Fill::Prompt(1))
         }))

@@ -30,7 +30,7 @@ impl Bench for SelfIndexBench {
     }
 
     fn index_bytes(&self, layer: &TimedLayer, _: &BenchParams) -> usize {
-        layer.sequences * layer.kv_heads * layer.context * layer.head_dim / 8
+        layer.shape.heads() * layer.context() * layer.shape.head_dim / 8
     }
 
     fn heads(&self, layer: &TimedLayer, _: &BenchParams) -> Result<Box<NewHead>> {

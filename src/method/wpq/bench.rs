@@ -70,11 +70,11 @@ impl Bench for WpqBench {
     }
 
     fn index_bytes(&self, layer: &TimedLayer, _: &BenchParams) -> usize {
-        layer.sequences * layer.kv_heads * layer.context * BYTES / STAGES
+        layer.shape.heads() * layer.context() * BYTES / STAGES
     }
 
     fn heads(&self, layer: &TimedLayer, params: &BenchParams) -> Result<Box<NewHead>> {
-        let codebook = Arc::new(codebook(layer.head_dim, &params.read(), layer.seed)?);
+        let codebook = Arc::new(codebook(layer.shape.head_dim, &params.read(), layer.seed)?);
         Ok(Box::new(move |_, _| {
             (Box::new(Wpq::new(Arc::clone(&codebook))), Fill::Keys)
         }))
