@@ -1,6 +1,5 @@
 //! Attention of a decode step over cached rows: all visible ones, or the static set and a [`CudaSelection`].
 
-use super::pair::{Pair, Stored};
 use super::{CudaSelection, Positions, Shape};
 use crate::compute::cuda::buffer::{Buffer, Ptr};
 use crate::compute::cuda::driver::Driver;
@@ -9,6 +8,18 @@ use crate::error::{Error, Result};
 
 /// Positions per tile.
 const TILE: usize = 64;
+
+/// The kernel that attends rows of any format that does not depend on other rows, in f32.
+pub(super) const IN_F32: &Kernel = kernels::AttendRows::KERNEL;
+
+/// Rows as kernels/rows.h describes them.
+pub struct Stored<'b> {
+    pub rows: Ptr<'b, u8>,
+    /// f16.
+    pub scales: Option<Ptr<'b, u16>>,
+    /// The number of the format.
+    pub kind: usize,
+}
 
 /// Returns how many blocks share each KV head on a device that runs `places` blocks at a time: as many as let all
 /// blocks of the launch run at once. With one block more, that block would run alone, after all others.
@@ -137,7 +148,7 @@ impl<'d> Attention<'d> {
         self.merge(parts)
     }
 
-    /// As [`Attention::step`], over keys and values that [`Pair::KERNEL`] reads.
+    /// As [`Attention::step`], over keys and values that [`IN_F32`] reads.
     pub(super) fn step_in_f32(
         &self,
         [keys, values]: [Stored<'_>; 2],
@@ -146,7 +157,7 @@ impl<'d> Attention<'d> {
         chosen: Option<&CudaSelection<'_>>,
     ) -> Result<()> {
         let shape = &self.shape;
-        self.step(Pair::KERNEL, queries, positions, chosen, |at| {
+        self.step(IN_F32, queries, positions, chosen, |at| {
             kernels::AttendRows {
                 queries: at.queries,
                 keys: keys.rows.cast(),

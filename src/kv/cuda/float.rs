@@ -1,7 +1,7 @@
 //! Rows of a float type on the GPU, as a prompt attends them and most indexes read them.
 
-use super::attend::{Attention, Rest, f32_bytes};
-use super::pair::{Pair, PartFormat, PartRows, Stored};
+use super::attend::{Attention, IN_F32, Rest, Stored, f32_bytes};
+use super::pair::{PartFormat, PartRows};
 use super::rows::{CudaFormat, CudaRows, StaticScores};
 use super::{CudaSelection, Positions, Shape};
 use crate::compute::cuda::buffer::Buffer;
@@ -29,7 +29,7 @@ impl CudaFormat for Floats {
 
     fn kernel(&self, shape: &Shape) -> Result<(&'static Kernel, usize)> {
         match self.0 {
-            Float::F32 => Ok((Pair::KERNEL, f32_bytes(shape))),
+            Float::F32 => Ok((IN_F32, f32_bytes(shape))),
             float => {
                 let kernel = kernels::Attend::kernel(float, shape.width())?;
                 Ok((kernel, kernel.shared_bytes))

@@ -1,6 +1,6 @@
 //! The formats that caches on the GPU can have. A new format whose rows do not depend on one another is one file with a
-//! [`PartFormat`] and its rows, its kernels, and one line in [`PARTS`]; any other is one file with a [`CudaFormat`] and its
-//! [`CudaRows`], its kernels, and one line in [`TOGETHER`].
+//! [`PartFormat`] and its rows, its kernels, and one line in `PARTS`; any other is one file with a [`CudaFormat`] and its
+//! [`CudaRows`], its kernels, and one line in `TOGETHER`.
 
 use std::sync::LazyLock;
 

@@ -2,7 +2,8 @@
 
 use half::f16;
 
-use super::pair::{PartFormat, PartRows, Stored};
+use super::attend::Stored;
+use super::pair::{PartFormat, PartRows};
 use super::{Positions, Shape};
 use crate::compute::cuda::buffer::Buffer;
 use crate::compute::cuda::driver::Driver;

@@ -1,11 +1,11 @@
 //! Keys and values on the GPU in two formats that have nothing to do with one another.
 
-use super::attend::{Attention, f32_bytes};
+use super::attend::{Attention, IN_F32, Stored, f32_bytes};
 use super::rows::{CudaFormat, CudaRows, StaticScores};
 use super::{CudaSelection, Positions, Shape};
-use crate::compute::cuda::buffer::{Buffer, Ptr};
+use crate::compute::cuda::buffer::Buffer;
 use crate::compute::cuda::driver::Driver;
-use crate::compute::cuda::kernels::{self, Kernel};
+use crate::compute::cuda::kernels::Kernel;
 use crate::error::Result;
 use crate::kv::rows::Part;
 use crate::kv::{KvType, RowFormat};
@@ -39,24 +39,10 @@ pub trait PartRows {
     fn stored(&self) -> Stored<'_>;
 }
 
-/// Rows as kernels/rows.h describes them.
-pub struct Stored<'b> {
-    pub rows: Ptr<'b, u8>,
-    /// f16.
-    pub scales: Option<Ptr<'b, u16>>,
-    /// The number of the format.
-    pub kind: usize,
-}
-
 /// A format of keys and a format of values, which attention reads in f32.
 pub(super) struct Pair {
     pub keys: &'static dyn PartFormat,
     pub values: &'static dyn PartFormat,
-}
-
-impl Pair {
-    /// The kernel that attends all pairs.
-    pub const KERNEL: &'static Kernel = kernels::AttendRows::KERNEL;
 }
 
 impl CudaFormat for Pair {
@@ -68,7 +54,7 @@ impl CudaFormat for Pair {
     }
 
     fn kernel(&self, shape: &Shape) -> Result<(&'static Kernel, usize)> {
-        Ok((Self::KERNEL, f32_bytes(shape)))
+        Ok((IN_F32, f32_bytes(shape)))
     }
 
     fn cache<'d>(&self, driver: &'d dyn Driver, shape: Shape) -> Result<Box<dyn CudaRows + 'd>> {

@@ -1,9 +1,8 @@
 //! Cached rows on the GPU: what a format declares ([`CudaFormat`]), and the cached keys and values of one layer
 //! ([`CudaRows`]).
 
-use super::attend::Attention;
+use super::attend::{Attention, Stored};
 use super::float::LayerRows;
-use super::pair::Stored;
 use super::prompt::{Prompts, Queries};
 use super::signs::Signs;
 use super::{CudaSelection, Positions, Shape};
