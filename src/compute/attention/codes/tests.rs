@@ -142,6 +142,7 @@ fn check<const BITS: usize>() {
         }
         for (found, [sum, bound]) in own.1.as_flattened().iter().zip(&expected.sums) {
             let error = (f64::from(*found) - 0.5 - sum).abs();
+            // The sums began at 0.5, at which f32 rounds to 2^-24.
             assert!(
                 error <= *bound + 1e-7,
                 "{BITS} {d} {r}: sum {found}, not {sum}, by {bound}"

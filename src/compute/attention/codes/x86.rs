@@ -276,7 +276,7 @@ fn across(x: __m256, join: impl Fn(__m128, __m128) -> __m128) -> f32 {
 fn tile(heads: usize) -> Option<usize> {
     match heads {
         0 => None,
-        // Two tiles of two are faster than one of three and one of one.
+        // Two equal tiles.
         4 => Some(2),
         n => Some(n.min(HEADS)),
     }
