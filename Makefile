@@ -27,7 +27,7 @@ ONLY =
 LLAMA =
 TRANSFORMERS =
 # The tables of `make results`, of which each has a document in docs/results. Of `make results-easy-4096` too.
-TABLES = text long same claims questions-4096 questions-8192 wpq-bits wpq-center row-formats equal-time code-store index-search
+TABLES = text long same claims questions-4096 questions-8192 wpq-bits wpq-center row-formats row-maps equal-time code-store index-search
 REAL_PYTHON = $(REAL)/python/bin/python
 
 .PHONY: all static demo test check fuzz setup vulkan chromium cuda launches golden clean results sweep pages real study screenshots gpu-kit gpu-check \
@@ -110,7 +110,7 @@ results-row-format-times: real
 	$(REAL_PYTHON) benches/row_format_times.py $(KVSMITH)
 	$(MAKE) pages
 
-results-code-store results-index-search: results-%: real $(REAL)/python/faiss
+results-row-maps results-code-store results-index-search: results-%: real $(REAL)/python/faiss
 	$(REAL_PYTHON) benches/$(subst -,_,$*).py $(KVSMITH) $(REAL)
 
 results-%: real

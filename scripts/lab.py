@@ -20,7 +20,7 @@ WORKS = ("handbook", "python")
 # Share of each text in the calibration mixture.
 MIXED = {"handbook": 0.4, "python": 0.4, "uuid": 0.2}
 # The commands that fit the sections of an artifact to a dump.
-COMMANDS = {"a2ats": "codebook", "sign": "signs", "lfps": "priors", "wpq": "wpq", "doublesparsity": "doublesparsity", "triattention": "triattention"}
+COMMANDS = {"a2ats": "codebook", "sign": "signs", "lfps": "priors", "wpq": "wpq", "rotation": "rotation", "doublesparsity": "doublesparsity", "triattention": "triattention"}
 # Tokens at the end of each calibration text that no fit may use: the development text.
 DEVELOPMENT = 32_768
 

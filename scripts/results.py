@@ -56,6 +56,8 @@ FORMS = {"buckets": ("codebook", "--positions buckets --size 1024"), "all direct
 FITS_OF = {"codebook": "a2ats", "wpq": "wpq"}
 # Formats of keys and values, as flags of `eval`.
 FORMATS = ("bf16", "int8", "k=int8,v=int4", "k=int4,v=int8", "int4", "k=int4,v=int2", "int2", "2bit")
+# Formats that are measured with a map of keys that is fitted to text, and those also with OSCAR's rotation.
+MAPPED, COMPARED = ("k=int4,v=int8", "int4", "k=int4,v=int2", "int2"), ("int4", "int2")
 FINAL_TEXTS = ("prose", "source", "dialogue")
 USES = "final-uses"
 # What a row keeps of the rows of `eval`.
@@ -72,15 +74,19 @@ class Results(Lab):
 
     # Artifacts
 
+    def corpus_for(self, work, fit=0):
+        """Return the corpus for text of a work: the other one, or both for None; further fits have other parts of the text."""
+        parts = MIXED if work is None else {other: 1 - UUIDS for other in WORKS if other != work} | {"uuid": UUIDS}
+        name = ("main" if work is None else f"for-{work}") + (f"-{fit}" if fit else "")
+        options = ["--seq-len", 8192, "--holdout", 0.1, *(["--seed", fit] if fit else [])]
+        return self.corpus(name, parts, TOKENS, options, first=fit * int(TOKENS * max(parts.values())))
+
     def of(self, work, fit=0):
         """Return the corpus and the artifact for text of a work: calibrated on the other one, or on both for None.
 
         Further fits have other seeds and other parts of the text.
         """
-        parts = MIXED if work is None else {other: 1 - UUIDS for other in WORKS if other != work} | {"uuid": UUIDS}
-        name = ("main" if work is None else f"for-{work}") + (f"-{fit}" if fit else "")
-        options = ["--seq-len", 8192, "--holdout", 0.1, *(["--seed", fit] if fit else [])]
-        corpus = self.corpus(name, parts, TOKENS, options, first=fit * int(TOKENS * max(parts.values())))
+        corpus = self.corpus_for(work, fit)
         if work and not fit:
             return corpus, self.packed(corpus, SECTIONS)
         return corpus, self.calibrated(corpus, sections=FITTED if fit else ())
@@ -284,17 +290,24 @@ class Results(Lab):
         return {"text": "held-out keys", "rows": [{k: {key: v[key] for key in keys} if isinstance(v, dict) else v for k, v in row.items()} for row in rows]}
 
     def row_formats(self):
-        """Measure what full attention loses with caches of each format; nothing is fitted."""
+        """Measure what full attention loses with caches of each format. Maps of keys are fitted to the other work."""
         text = self.tokens("row-formats", self.blocks("handbook", 2048, BLOCKS))
+        corpus = self.corpus_for("handbook")
+        maps = {form: self.checked(corpus, self.form(corpus, "rotation", f"--rotation-form {form}")) for form in ("balanced", "orthogonal")}
+        require_apart(self.fits, "handbook")
+        forms = [(kv, "hadamard") for kv in FORMATS] + [(kv, "balanced") for kv in MAPPED] + [(kv, "orthogonal") for kv in COMPARED]
         rows, found = [], {}
-        for kv in FORMATS:
-            command = ["--tokens", text, "--max-tokens", 10**9, "--seq-len", 2048, "--methods", "full", "--decode", 32, *self.losses_only()]
-            document = self.eval(f"row-formats-{re.sub(r'[^a-z0-9]+', '-', kv)}", command, [text], kv)
-            if (document["artifacts"], document["device"], document["kv"]) != ([], "cpu", kv):
-                fail(f"`eval --kv {kv}` measured {document['kv']} on {document['device']} with {document['artifacts']}", "report this")
+        for kv, form in forms:
+            artifact = [maps[form]] if form in maps else []
+            flags = ["--artifact", *artifact] if artifact else ["--rotation", form]
+            command = [*flags, "--tokens", text, "--max-tokens", 10**9, "--seq-len", 2048, "--methods", "full", "--decode", 32, *self.losses_only()]
+            document = self.eval(f"row-formats-{form}-{re.sub(r'[^a-z0-9]+', '-', kv)}", command, [text, *artifact], kv)
+            measured = document["device"], document["kv"], document["rotation"], len(document["artifacts"])
+            if measured != ("cpu", kv, "artifact" if artifact else form, len(artifact)):
+                fail(f"`eval --kv {kv}` with the maps {form} measured {measured}", "report this")
             found = found or conditions(document)
-            rows += [kept(row) | {"kv": kv} for row in document["rows"]]
-        return {"length": 2048, "works": ["handbook"] * BLOCKS, **found, "rows": rows}
+            rows += [kept(row) | {"kv": kv, "maps": form} for row in document["rows"]]
+        return {"calibration": dict(self.fits), "length": 2048, "works": ["handbook"] * BLOCKS, **found, "rows": rows}
 
     def final(self):
         """Measure the final texts: yield the name and the document of each table."""

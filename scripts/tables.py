@@ -396,6 +396,10 @@ BITS = {"f32": 32, "f16": 16, "bf16": 16, "int8": 8.25, "int4": 4.5, "int2": 2.5
 # How many rows of a cache are in 16 bits whatever its format: sinks and window of a format of few bits, rows of the prompt in `2bit`.
 IN_16_BITS = {"int4": 68, "int2": 68, "2bit": 64}
 
+# Formats whose rows are turned before they are rounded, and the words for what turns keys.
+TURNED = ("int4", "int2")
+MAPS = {"hadamard": "Hadamard", "balanced": "fitted", "orthogonal": "fitted, as OSCAR"}
+
 
 def format_table(document):
     """Return what full attention loses with caches of each format, the least bits last."""
@@ -406,10 +410,10 @@ def format_table(document):
         halves = [3.5 if row["kv"] == "2bit" else BITS[half] for half in pair.values()]
         shares = [IN_16_BITS.get(half, 0) / document["length"] for half in pair.values()]
         bits = np.mean(halves), np.mean([bits + (16 - bits) * share for bits, share in zip(halves, shares)])
-        rows.append([f"`{row['kv']}`", *(f"{number:.4g}" for number in bits), f"{row['kl']:.5f}" + spread(kl_interval(row), 5), f"{row['kl_p99']:.4f}", percent(row["top1_equal"])])
+        rows.append([f"`{row['kv']}`", MAPS[row["maps"]] if pair["k"] in TURNED else "", *(f"{number:.4g}" for number in bits), f"{row['kl']:.5f}" + spread(kl_interval(row), 5), f"{row['kl_p99']:.4f}", percent(row["top1_equal"])])
     works = ", ".join(dict.fromkeys(document["works"]))
     about = f"{document['blocks']} blocks of {document['length']:,} tokens ({works}), {document['steps']} steps.\n\n"
-    return about + filled(["`--kv`", "bits per number", "with rows in 16 bits", "KL, nats (95%)", "99th percentile", "same top token"], rows)
+    return about + filled(["`--kv`", "map of keys", "bits per number", "with rows in 16 bits", "KL, nats (95%)", "99th percentile", "same top token"], rows)
 
 
 def format_time_table(document):
@@ -421,6 +425,22 @@ def format_time_table(document):
              f"{document['rounds']} rounds, the least and the most. {document['program']}; {document['machine']}.\n\n")
     methods = list(document["rows"][0]["ms"])
     return about + filled(["`--kv`", *(f"`{method}`" for method in methods)], [[f"`{row['kv']}`", *(cell(row["ms"][method]) for method in methods)] for row in document["rows"]])
+
+
+def map_table(document):
+    """Return the error of attention's output with keys or values in 4 and 2 bits after each map, over that after a Hadamard rotation."""
+    errors = {(row["rows"], row["map"].partition(", clip")[0] + (", clipped" if "clip" in row["map"] else ""), row["bits"]): np.array(row["errors"]) for row in document["rows"]}
+    rows = []
+    for of in ("keys", "values"):
+        for name in dict.fromkeys(name for rows, name, _ in errors if rows == of):
+            def cell(bits):
+                if (of, name, bits) not in errors:
+                    return ""
+                own, base = errors[of, name, bits], errors[of, "hadamard", bits]
+                return f"{own.mean():.5f} ({np.exp(np.log(own / base).mean()):.2f})"
+
+            rows.append([of, name, cell(4), cell(2)])
+    return grid(["of", "map", "4 bits", "2 bits"], rows)
 
 
 def center_table(document):

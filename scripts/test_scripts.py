@@ -333,9 +333,9 @@ class Pages(unittest.TestCase):
 
     def test_formats_stand_beside_their_bits(self):
         row = {"method": "full", "budget": 0.06, "kl": 0.01, "kl_by_block": [0.01] * 20, "kl_p99": 0.1, "top1_equal": 0.9}
-        document = {"length": 2048, "works": ["handbook"] * 20, "blocks": 20, "steps": 640, "rows": [row | {"kv": kv} for kv in ("int8", "k=int4,v=int2", "2bit")]}
-        bits = [[cell.strip() for cell in line.split("|")[1:4]] for line in tables.format_table(document).splitlines()[4:]]
-        self.assertEqual(bits, [["`int8`", "8.25", "8.25"], ["`k=int4,v=int2`", "3.5", "3.915"], ["`2bit`", "3.5", "3.891"]])
+        document = {"length": 2048, "works": ["handbook"] * 20, "blocks": 20, "steps": 640, "rows": [row | {"kv": kv, "maps": "balanced"} for kv in ("int8", "k=int4,v=int2", "2bit")]}
+        bits = [[cell.strip() for cell in line.split("|")[1:5]] for line in tables.format_table(document).splitlines()[4:]]
+        self.assertEqual(bits, [["`int8`", "", "8.25", "8.25"], ["`k=int4,v=int2`", "fitted", "3.5", "3.915"], ["`2bit`", "", "3.5", "3.891"]])
 
     def test_losses_of_formats_are_as_the_page_says(self):
         rows = {row["kv"]: row for row in documents.load("row-formats")["rows"]}

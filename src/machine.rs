@@ -163,7 +163,7 @@ impl<'a> Machine<'a> {
                 precision: self.precision,
             };
             let tell = |text: &str| self.reporter.detail(text);
-            let sequences = source.sequences((method, options), rows, extent, &tell)?;
+            let sequences = source.sequences((method, options.clone()), rows, extent, &tell)?;
             return Ok(Engine::on_device(Box::new(sequences), options));
         }
         let forward = self.forward(decoder, extent.prompt.end)?;

@@ -246,6 +246,8 @@ fn values_that_are_not_finite_are_refused() {
         ("wpq.mean", &wide[..], "wpq", 1),
         ("wpq.chol", &narrow[..], "wpq", 1),
         ("wpq.rotation", &wide[..], "wpq", 1),
+        ("rotation.keys", &wide[..], "full --kv int4", 1),
+        ("rotation.mean", &narrow[..], "full --kv int2", 1),
         ("tail.shift", &wide[..], "topk --tail", 3),
         ("triattention.q_mean", &wide[..], "triattention", 3),
         ("triattention.q_abs", &narrow[..], "triattention", 3),
@@ -257,7 +259,14 @@ fn values_that_are_not_finite_are_refused() {
             .fails(1, &culprit, "damaged");
         kvsmith(&format!("inspect --verify {crafted}")).fails(1, &culprit, "damaged");
     }
-    for section in ["a2ats", "sign", "wpq", "doublesparsity", "triattention"] {
+    for section in [
+        "a2ats",
+        "sign",
+        "wpq",
+        "rotation",
+        "doublesparsity",
+        "triattention",
+    ] {
         resealed(&art, &crafted, |manifest| {
             manifest["quality"][section][1][0]["keys"] = json!(0)
         });
@@ -306,6 +315,27 @@ fn tails_that_no_fit_gives_are_refused() {
             manifest["sections"]["tail"]["shifts"] = shifts
         });
         files.run(&crafted, "--method topk").fails(1, culprit, "");
+    }
+}
+
+/// Maps of keys have an inverse and a known form.
+#[test]
+fn maps_that_no_fit_gives_are_refused() {
+    let files = Files::new("llama_default");
+    let (art, crafted) = (files.calibrate(), files.scratch.path("crafted"));
+    with_values(&art, &crafted, "rotation.keys", &[0; 4 * 16 * 16]);
+    let culprit = "`rotation.keys` of layer 1, KV head 1 has no inverse";
+    files
+        .run(&crafted, "--method full --kv int4")
+        .fails(1, culprit, "damaged");
+    kvsmith(&format!("inspect --verify {crafted}")).fails(1, culprit, "damaged");
+    for (key, value) in [("form", json!("other")), ("key_ridge", json!("small"))] {
+        resealed(&art, &crafted, |manifest| {
+            manifest["sections"]["rotation"][key] = value
+        });
+        files
+            .run(&crafted, "--method full")
+            .fails(1, "sections.rotation", "");
     }
 }
 

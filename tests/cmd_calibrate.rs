@@ -43,13 +43,14 @@ fn it_equals_the_chain_by_hand() {
             let signs = make("signs", format!("signs --dump {dump}"));
             let priors = make("priors", format!("priors --dump {dump}"));
             let wpq = make("wpq", format!("wpq --dump {dump} --seed 5"));
+            let rotation = make("rotation", format!("rotation --dump {dump}"));
             let tail = make("tail", format!("tail --dump {dump} --seed 5"));
             let peers = ["doublesparsity", "triattention"];
             let peers = peers.map(|section| make(section, format!("{section} --dump {dump}")));
             let peers = peers.join(" ");
             let packed = path("packed");
             let json = kvsmith(&format!(
-                "pack {signs} {peers} {tail} {priors} {wpq} {section} --model {model} --overwrite -o {packed} --json"
+                "pack {signs} {peers} {tail} {rotation} {priors} {wpq} {section} --model {model} --overwrite -o {packed} --json"
             ));
             assert!(
                 json.json()["sections"]

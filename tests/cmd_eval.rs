@@ -6,6 +6,7 @@ use crate::common::*;
 use kvsmith::internal::artifact::Artifact;
 use kvsmith::internal::compute::reference;
 use kvsmith::internal::kv::Budget;
+use kvsmith::internal::kv::map::ModelMaps;
 use kvsmith::internal::kv::packed::Center;
 use kvsmith::internal::kv::{KvHead, KvType, Limits};
 use kvsmith::internal::method::registry::{METHODS, MethodName};
@@ -301,6 +302,7 @@ fn naive_kl(decoder: &Decoder, documents: &[Vec<u32>], budget: f64) -> f64 {
                 },
                 kv: KvType::F32,
                 packed: Center::Median.into(),
+                maps: ModelMaps::HADAMARD,
                 granule: 64,
             };
             let mut session = Session::on_cpu(decoder, method.as_ref(), options, ids.len()).unwrap();
@@ -359,6 +361,7 @@ fn drive(
         },
         kv,
         packed: Center::Median.into(),
+        maps: ModelMaps::HADAMARD,
         granule: 64,
     };
     let mut session = Session::on_cpu(decoder, method.as_ref(), options, 200).unwrap();

@@ -1,6 +1,7 @@
 //! `eval` at equal bytes, its losses and intervals, and questions that are fed token by token.
 
 use crate::common::*;
+use kvsmith::internal::kv::map::ModelMaps;
 use kvsmith::internal::kv::packed::Center;
 use kvsmith::internal::kv::{Budget, KvType, Limits};
 use kvsmith::internal::method::registry::MethodName;
@@ -69,6 +70,7 @@ fn logits(
         },
         kv: KvType::F32,
         packed: Center::Median.into(),
+        maps: ModelMaps::HADAMARD,
         granule: 64,
     };
     let mut session = Session::on_cpu(decoder, method.as_ref(), options, 200).unwrap();

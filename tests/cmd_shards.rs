@@ -9,11 +9,12 @@ use crate::common::*;
 use serde_json::{Value, json};
 
 /// The commands that fit a section, each with the flags that it gets here.
-const SECTIONS: [(&str, &str); 7] = [
+const SECTIONS: [(&str, &str); 8] = [
     ("codebook", "--size 9 --iterations 6"),
     ("signs", ""),
     ("priors", ""),
     ("wpq", ""),
+    ("rotation", ""),
     ("tail", ""),
     ("doublesparsity", ""),
     ("triattention", ""),

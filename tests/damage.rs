@@ -187,7 +187,14 @@ fn commands_refuse_a_damaged_dump() {
         (
             "layer-00001",
             "k_pre",
-            &["codebook --size 4", "signs", "priors", "wpq", "moments"][..],
+            &[
+                "codebook --size 4",
+                "signs",
+                "priors",
+                "wpq",
+                "rotation",
+                "moments",
+            ][..],
         ),
         (
             "layer-00000",
@@ -201,7 +208,7 @@ fn commands_refuse_a_damaged_dump() {
             &["codebook --size 4", "signs", "priors", "wpq", "moments"],
         ),
         ("moments", "sum_qq", &["codebook --size 4"]),
-        ("moments", "sum_qq_rope", &["wpq"]),
+        ("moments", "sum_qq_rope", &["wpq", "rotation"]),
     ] {
         let path = format!("{dump}/{file}.safetensors");
         let bytes = std::fs::read(&path).unwrap();

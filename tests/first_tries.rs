@@ -653,6 +653,7 @@ fn the_program_describes_itself() {
 fn devices_are_in_the_help_of_commands_that_use_them() {
     let on_cpu = [
         "priors",
+        "rotation",
         "tail",
         "doublesparsity",
         "triattention",

@@ -115,7 +115,7 @@ fn a_plan_of_equal_heads_is_their_method() {
     );
     let options = options(Budget::Count(9), KvType::F16);
     assert_eq!(
-        model.trace(method.as_ref(), options),
+        model.trace(method.as_ref(), options.clone()),
         model.trace(own.as_ref(), options)
     );
 }

@@ -145,6 +145,7 @@ fn every_command_prints_what_the_page_says() {
         ("signs", ""),
         ("priors", ""),
         ("wpq", ""),
+        ("rotation", ""),
         ("tail", ""),
         ("doublesparsity", ""),
         ("triattention", ""),

@@ -4,6 +4,7 @@ use crate::common::{Calibrated, all_golden, documents, prepared, relative_error}
 use kvsmith::internal::env::Env;
 use kvsmith::internal::error::ErrorKind;
 use kvsmith::internal::kv::budget::Budget;
+use kvsmith::internal::kv::map::ModelMaps;
 use kvsmith::internal::kv::packed::Center;
 use kvsmith::internal::kv::{KvType, Limits};
 use kvsmith::internal::method::Method;
@@ -43,6 +44,7 @@ fn options(budget: Budget, kv: KvType) -> DecodeOptions {
         },
         kv,
         packed: Center::Median.into(),
+        maps: ModelMaps::HADAMARD,
         granule: 64,
     }
 }
@@ -176,7 +178,7 @@ fn what_an_engine_cannot_do_is_refused_and_changes_nothing() {
     let model = Calibrated::all().next().unwrap();
     let prepared = model.prepared(MethodName::named("topk").unwrap());
     let options = options(Budget::Count(9), KvType::BF16);
-    let mut engine = model.engine(prepared.as_ref(), options);
+    let mut engine = model.engine(prepared.as_ref(), options.clone());
     let [a, b] = [(); 2].map(|()| engine.open(32).unwrap());
     engine.prefill(a, &model.ids[..20]).unwrap();
     engine.prefill(b, &model.ids[..25]).unwrap();
@@ -262,6 +264,7 @@ fn a_long_prompt_tells_its_progress_within_a_layer() {
             },
             kv: KvType::F32,
             packed: Center::Median.into(),
+            maps: ModelMaps::HADAMARD,
             granule: 64,
         };
         Session::on_cpu(&decoder, method.as_ref(), options, ids.len()).unwrap()
@@ -335,6 +338,7 @@ fn an_evaluation_tells_its_progress() {
             },
             kv: KvType::BF16,
             packed: Center::Median.into(),
+            maps: ModelMaps::HADAMARD,
             granule: 64,
         };
         let method = prepared(METHODS[0], Some(&model.artifact), &model.decoder);

@@ -97,8 +97,10 @@ fn eval(args: &Args, follows: Option<&Artifact>, global: &Global) -> Result<()> 
                 granule: args.granule(),
                 ..options
             };
-            let plan = head_plan.as_ref();
-            plan.map_or(options, |plan| Reading::following(plan, options))
+            match &head_plan {
+                Some(plan) => Reading::following(plan, options),
+                None => options,
+            }
         })
     };
     for other in artifacts.iter().skip(1) {
@@ -131,7 +133,7 @@ fn eval(args: &Args, follows: Option<&Artifact>, global: &Global) -> Result<()> 
         };
         let forward = global.machine(device.as_ref(), &log).forward(decoder, longest)?;
         let variants = budgets.iter().map(variant).collect();
-        Ok(Evaluation::new(forward, variants, options))
+        Ok(Evaluation::new(forward, variants, options.clone()))
     };
     let plan = plan::rows(args, &entries, head_plan.as_ref(), log, &mut |budgets, sample| {
         let mut evaluation = evaluation(budgets)?;
@@ -213,6 +215,7 @@ fn conditions(
         "fingerprint": decoder.checkpoint.fingerprint(&decoder.config)?,
         "artifacts": files.map(artifact).collect::<Vec<_>>(),
         "kv": options.kv,
+        "rotation": args.reading.rotation_name(artifacts.first()),
         "weights": decoder.stored()?.name(),
         "sinks": options.limits.sinks,
         "window": options.limits.window,

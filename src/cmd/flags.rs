@@ -113,6 +113,17 @@ impl WeightsFlag {
     }
 }
 
+/// How rows in `int4` and `int2` are turned before they are rounded.
+#[derive(clap::ValueEnum, Clone, Copy, Debug, PartialEq, Eq)]
+pub enum RotationFlag {
+    /// By the section `rotation` of --artifact.
+    Artifact,
+    /// By a Hadamard matrix, which knows no data.
+    Hadamard,
+    /// Not at all.
+    None,
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;

@@ -9,11 +9,12 @@ use super::args::Global;
 use super::named::Named;
 use super::parameters::{KvParser, MethodFlags, flags_of_methods, kv_type_or};
 use crate::artifact::Artifact;
-use crate::cmd::flags::{WeightsFlag, parse_count, parse_positive_count};
+use crate::cmd::flags::{RotationFlag, WeightsFlag, parse_count, parse_positive_count};
 use crate::cmd::terminal::Log;
 use crate::compute::device::Device;
 use crate::error::{Error, Result};
 use crate::kv::format::FORMATS;
+use crate::kv::map::ModelMaps;
 use crate::kv::static_set::{SINKS, WINDOW};
 use crate::kv::{Budget, KvType, Limits};
 use crate::machine::{Machine, RowsIn};
@@ -21,6 +22,7 @@ use crate::method::declaration::Ask;
 use crate::method::params::MethodParams;
 use crate::method::plan::{FORM, Plan};
 use crate::method::registry::MethodName;
+use crate::method::rotation;
 use crate::method::sections::SECTIONS;
 use crate::method::{CPU_GRANULE, Method};
 use crate::model::{Decoder, Model, Sizes};
@@ -77,6 +79,10 @@ pub(super) struct Reading {
     /// recommendation, which was measured with bf16; otherwise f32)
     #[arg(long, value_name = "TYPE", value_parser = Kv::parser())]
     kv: Option<Kv>,
+    /// How keys in int4 and int2 are turned before they are rounded; values are always turned by a Hadamard matrix, except with
+    /// `none` (default: `artifact` if --artifact has the section `rotation`, otherwise `hadamard`)
+    #[arg(long, value_enum, value_name = "NAME")]
+    rotation: Option<RotationFlag>,
     /// How each KV head is served: a JSON file with a method, a budget and row formats per layer and KV head. --method,
     /// --budget, --kv, --sinks and --window come before it, for all KV heads
     #[arg(long, value_name = "FILE.json")]
@@ -137,8 +143,39 @@ impl Reading {
             },
             kv: self.kv_type(usual, device),
             packed: self.methods.0.selfindex.layout(artifact)?,
+            maps: self.maps(artifact)?,
             granule: CPU_GRANULE,
         })
+    }
+
+    /// Returns the maps of rows before formats of few bits round them.
+    ///
+    /// # Errors
+    /// There is no section `rotation` although it was asked for; a damaged one.
+    fn maps(&self, artifact: Option<&Artifact>) -> Result<ModelMaps> {
+        match self.rotation {
+            None => rotation::maps(artifact),
+            Some(RotationFlag::Hadamard) => Ok(ModelMaps::HADAMARD),
+            Some(RotationFlag::None) => Ok(ModelMaps::IDENTITY),
+            Some(RotationFlag::Artifact) => {
+                let artifact = artifact.filter(|artifact| artifact.has(rotation::SECTION));
+                let missing = || {
+                    Error::usage("--rotation artifact needs --artifact with the section `rotation`")
+                        .hint("make an artifact with `kvsmith calibrate`, or use --rotation hadamard")
+                };
+                rotation::maps(Some(artifact.ok_or_else(missing)?))
+            }
+        }
+    }
+
+    /// Names the maps of rows, as `eval` reports them.
+    pub(super) fn rotation_name(&self, artifact: Option<&Artifact>) -> &'static str {
+        match self.rotation {
+            Some(RotationFlag::Hadamard) => "hadamard",
+            Some(RotationFlag::None) => "none",
+            _ if artifact.is_some_and(|artifact| artifact.has(rotation::SECTION)) => "artifact",
+            _ => "hadamard",
+        }
     }
 
     /// Returns whether there is a head plan.

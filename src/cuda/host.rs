@@ -104,8 +104,9 @@ impl<'a> HostBackend<'a> {
         let layers = indexes
             .into_iter()
             .zip(&model.body.config.blocks)
-            .map(|(index, block)| {
-                let head = |_| KvHead::new(options.kv, shape.head_dim, expected, options.layout());
+            .enumerate()
+            .map(|(layer, (index, block))| {
+                let head = |head| options.cache(options.kv, shape.head_dim, expected, [layer, head]);
                 Ok(HostLayer {
                     heads: (0..shape.kv_heads).map(head).collect(),
                     index,

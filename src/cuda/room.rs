@@ -72,7 +72,7 @@ impl<'a> Source<'a> {
         extent: &Extent,
         tell: &dyn Fn(&str),
     ) -> Result<Box<dyn Backend + 'a>> {
-        tell(&self.check((method, options), rows, extent)?);
+        tell(&self.check((method, &options), rows, extent)?);
         rows.open(self.load()?, (method, options), [expected, extent.capacity])
     }
 
@@ -88,7 +88,7 @@ impl<'a> Source<'a> {
         extent: &Extent,
         tell: &dyn Fn(&str),
     ) -> Result<Sequences<'a>> {
-        tell(&self.check((method, options), rows, extent)?);
+        tell(&self.check((method, &options), rows, extent)?);
         let body = self.load()?;
         Ok(Sequences::new(
             *self,
@@ -100,10 +100,20 @@ impl<'a> Source<'a> {
     }
 
     /// Checks that the weights and a session fit.
-    fn check(&self, with: (&dyn Method, DecodeOptions), rows: RowsIn, extent: &Extent) -> Result<String> {
+    fn check(
+        &self,
+        (method, options): (&dyn Method, &DecodeOptions),
+        rows: RowsIn,
+        extent: &Extent,
+    ) -> Result<String> {
         let rehearse = |driver: &dyn Driver, capacity: usize| {
             let body = Arc::new(Body::load(driver, self.decoder, self.precision)?);
-            rows.rehearse(body, with, capacity, extent.prompt_within(capacity))
+            rows.rehearse(
+                body,
+                (method, options.clone()),
+                capacity,
+                extent.prompt_within(capacity),
+            )
         };
         check(self.driver, extent.capacity, &rehearse, rows.hint())
     }

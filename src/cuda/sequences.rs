@@ -104,7 +104,7 @@ impl<'a> Sequences<'a> {
         let rehearse = |driver: &dyn Driver, capacity: usize| {
             let body = Arc::new(Body::load(driver, self.source.decoder, self.source.precision)?);
             let prompt = self.extent.prompt_within(capacity);
-            self.rows.rehearse(body, self.with, capacity, prompt)
+            self.rows.rehearse(body, self.with.clone(), capacity, prompt)
         };
         let needs = rehearsed(self.source.driver, capacity, &rehearse)?;
         Ok(Needs { weights: 0, ..needs })
@@ -156,6 +156,7 @@ impl<'a> Opener<'a> for Sequences<'a> {
     }
 
     fn open(&self, capacity: usize) -> Result<Box<dyn Backend + 'a>> {
-        self.rows.open(Arc::clone(&self.body), self.with, [capacity; 2])
+        self.rows
+            .open(Arc::clone(&self.body), self.with.clone(), [capacity; 2])
     }
 }

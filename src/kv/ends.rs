@@ -206,6 +206,7 @@ impl CachedRows for WithEnds {
 #[cfg(test)]
 mod tests {
     use super::super::layout::Center;
+    use super::super::map::RowMap;
     use super::super::rows::Part;
     use super::*;
     use crate::kv::RowFormat;
@@ -224,12 +225,12 @@ mod tests {
             window,
             ..Center::Median.into()
         };
-        let mut packed = format.cache(Part::Keys, d, n, layout(0, 0));
+        let mut packed = format.cache(Part::Keys, d, n, layout(0, 0), &RowMap::Hadamard);
         packed.extend(rounded.view());
         let mut number = numbers(5);
         for (sinks, window) in [(4, 64), (0, 0), (3, 0), (0, 1), (1, 7), (500, 4), (4, 500)] {
             for most in [1, 9, 90, n] {
-                let mut cache = format.cache(Part::Keys, d, 0, layout(sinks, window));
+                let mut cache = format.cache(Part::Keys, d, 0, layout(sinks, window), &RowMap::Hadamard);
                 while cache.len() < n {
                     let first = cache.len();
                     let more = (1 + number() as usize % most).min(n - first);

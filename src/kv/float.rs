@@ -4,6 +4,7 @@ use half::{bf16, f16};
 use ndarray::ArrayView1;
 
 use super::layout::Layout;
+use super::map::RowMap;
 use super::rows::{Format, Part, RowCache, RowForm, RowStore};
 use crate::compute::attention::{LANES, Segment, StoredRows};
 use crate::float::Float;
@@ -55,7 +56,7 @@ impl Format for Floats {
         Some(self.float)
     }
 
-    fn cache(&self, _: Part, d: usize, capacity: usize, _: Layout) -> Box<dyn RowCache> {
+    fn cache(&self, _: Part, d: usize, capacity: usize, _: Layout, _: &RowMap) -> Box<dyn RowCache> {
         cache(self.float, d, capacity)
     }
 }

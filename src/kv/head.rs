@@ -4,8 +4,9 @@ use std::ops::Range;
 
 use ndarray::ArrayView2;
 
-use super::format::KvType;
+use super::format::{KvType, RowFormat};
 use super::layout::Layout;
+use super::map::HeadMaps;
 use super::rows::{Part, Prompted, RowCache, Signs};
 use crate::compute::attention::CachedRows;
 
@@ -20,11 +21,23 @@ pub struct KvHead {
 impl KvHead {
     /// Makes an empty cache with space for `capacity` positions; formats of few bits use `layout`.
     pub fn new(kind: KvType, d: usize, capacity: usize, layout: impl Into<Layout>) -> Self {
+        Self::mapped(kind, d, capacity, layout, &HeadMaps::HADAMARD)
+    }
+
+    /// Does what [`KvHead::new`] does, with other maps than the Hadamard rotation for the formats that map rows.
+    pub fn mapped(
+        kind: KvType,
+        d: usize,
+        capacity: usize,
+        layout: impl Into<Layout>,
+        maps: &HeadMaps,
+    ) -> Self {
         let layout = layout.into();
+        let cache = |format: RowFormat, part| format.cache(part, d, capacity, layout, maps.part(part));
         Self {
             kind,
-            keys: kind.keys.cache(Part::Keys, d, capacity, layout),
-            values: kind.values.cache(Part::Values, d, capacity, layout),
+            keys: cache(kind.keys, Part::Keys),
+            values: cache(kind.values, Part::Values),
         }
     }
 
@@ -104,7 +117,6 @@ mod tests {
 
     use super::*;
     use crate::compute::attention;
-    use crate::kv::format::RowFormat;
     use crate::kv::packed::Center;
 
     #[test]

@@ -4,6 +4,7 @@ use half::f16;
 use ndarray::ArrayView1;
 
 use super::layout::Layout;
+use super::map::RowMap;
 use super::rows::{Format, Part, RowCache, RowForm, RowStore};
 use crate::compute::attention::lanes::Simd;
 use crate::compute::attention::{ChunkedRows, LANES, Segment};
@@ -33,7 +34,7 @@ impl Format for Int8s {
         [Some(Int8::width(d)), None]
     }
 
-    fn cache(&self, _: Part, d: usize, capacity: usize, _: Layout) -> Box<dyn RowCache> {
+    fn cache(&self, _: Part, d: usize, capacity: usize, _: Layout, _: &RowMap) -> Box<dyn RowCache> {
         Box::new(RowStore::<Int8>::new(d, capacity))
     }
 }

@@ -21,6 +21,7 @@ use rayon::prelude::*;
 
 pub use super::layout::{Center, FULL, Layout};
 use super::lines::AlignedVec;
+use super::map::RowMap;
 use super::rows::{Format, Part, Prompted, RowCache, Signs};
 use crate::compute::attention::{self, CachedRows, GroupQueries, OutputSums, Run};
 use crate::compute::simd;
@@ -126,7 +127,7 @@ impl Format for TwoBits {
         false
     }
 
-    fn cache(&self, part: Part, d: usize, capacity: usize, layout: Layout) -> Box<dyn RowCache> {
+    fn cache(&self, part: Part, d: usize, capacity: usize, layout: Layout, _: &RowMap) -> Box<dyn RowCache> {
         match part {
             Part::Keys => Box::new(SignRows::new(d, layout, capacity)),
             Part::Values => Box::new(ValueRows::new(d, layout, capacity)),

@@ -8,6 +8,7 @@ use ndarray::{ArrayView1, ArrayView2, s};
 
 use super::layout::Layout;
 use super::lines::AlignedVec;
+use super::map::RowMap;
 use crate::compute::attention::{self, CachedRows, GroupQueries, OutputSums, Run, Segment, StepRows};
 use crate::float::Float;
 use crate::parameters::Word;
@@ -58,8 +59,10 @@ pub trait Format: Sync {
         None
     }
 
-    /// Makes an empty cache with space for `capacity` rows of d channels; formats of few bits use `layout`.
-    fn cache(&self, part: Part, d: usize, capacity: usize, layout: Layout) -> Box<dyn RowCache>;
+    /// Makes an empty cache with space for `capacity` rows of d channels; formats of few bits use `layout`, and those that map rows
+    /// before they round them use `map`.
+    fn cache(&self, part: Part, d: usize, capacity: usize, layout: Layout, map: &RowMap)
+    -> Box<dyn RowCache>;
 }
 
 /// The rows of every position after a prompt, and how the prompt's last position sees them.

@@ -24,6 +24,7 @@ pub mod random;
 pub mod randsign;
 pub mod reads;
 pub mod registry;
+pub mod rotation;
 pub mod sections;
 pub mod selfindex;
 pub mod snapkv;

@@ -3,6 +3,7 @@
 use super::a2ats::A2atsSection;
 use super::doublesparsity::DoubleSparsitySection;
 use super::lfps::priors::LfpsSection;
+use super::rotation::RotationSection;
 use super::selfindex::SignSection;
 use super::tail::TailSection;
 use super::triattention::TriAttentionSection;
@@ -15,6 +16,7 @@ pub const SECTIONS: Sections = &[
     &SignSection,
     &LfpsSection,
     &WpqSection,
+    &RotationSection,
     &TailSection,
     &DoubleSparsitySection,
     &TriAttentionSection,

@@ -42,7 +42,7 @@ impl Caches {
         let head = |layer: usize, kv_head: usize| {
             let place = options.place(c, method, layer, kv_head);
             Head {
-                kv: KvHead::new(place.kv, c.head_dim, capacity, options.layout()),
+                kv: options.cache(place.kv, c.head_dim, capacity, [layer, kv_head]),
                 chooser: Chooser::new(method, place),
             }
         };

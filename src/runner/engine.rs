@@ -103,7 +103,7 @@ impl<'a> Engine<'a> {
     /// positions by `method`.
     pub fn new(forward: Box<dyn Forward + 'a>, method: &'a dyn Method, options: DecodeOptions) -> Self {
         Self::with_pool(
-            options,
+            options.clone(),
             Together {
                 forward,
                 method,

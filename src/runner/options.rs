@@ -1,12 +1,13 @@
 //! What bounds the reads of decode steps.
 
+use crate::kv::map::ModelMaps;
 use crate::kv::packed::{Center, Layout};
-use crate::kv::{Budget, KvType, Limits};
+use crate::kv::{Budget, KvHead, KvType, Limits};
 use crate::method::{CPU_GRANULE, Method, Place};
 use crate::model::ModelConfig;
 
 /// What bounds a decode step's reads.
-#[derive(Clone, Copy, Debug)]
+#[derive(Clone, Debug)]
 pub struct DecodeOptions {
     /// The static set of every step, and how many other positions the method may choose.
     pub limits: Limits,
@@ -14,6 +15,8 @@ pub struct DecodeOptions {
     pub kv: KvType,
     /// How the 2-bit cache holds its rows; see [`DecodeOptions::layout`].
     pub packed: Layout,
+    /// The maps of rows before formats of few bits round them.
+    pub maps: ModelMaps,
     /// How many bytes the machine's memory moves at once, a power of two; see [`Reads`](crate::method::Reads).
     pub granule: usize,
 }
@@ -25,6 +28,7 @@ impl DecodeOptions {
             limits: Limits::new(budget),
             kv,
             packed: Center::Median.into(),
+            maps: ModelMaps::HADAMARD,
             granule: CPU_GRANULE,
         }
     }
@@ -36,6 +40,18 @@ impl DecodeOptions {
             window: self.limits.window,
             ..self.packed
         }
+    }
+
+    /// Makes an empty cache of a KV head with d channels and space for `capacity` positions.
+    pub(crate) fn cache(
+        &self,
+        kind: KvType,
+        d: usize,
+        capacity: usize,
+        [layer, kv_head]: [usize; 2],
+    ) -> KvHead {
+        let maps = self.maps.head(layer, kv_head);
+        KvHead::mapped(kind, d, capacity, self.layout(), maps)
     }
 
     /// Describes a KV head of a model to its method, whose limits come before those of these options.

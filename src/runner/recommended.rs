@@ -8,6 +8,7 @@ use crate::method::Method;
 use crate::method::declaration::Ask;
 use crate::method::params::MethodParams;
 use crate::method::plan::Plan;
+use crate::method::rotation;
 use crate::model::Model;
 
 /// Prepares the methods of an artifact's head plan for a model, with the budgets and the row formats of the plan. A file
@@ -35,6 +36,7 @@ pub fn recommended(
     let options = DecodeOptions {
         limits: plan.limits(Budget::USUAL),
         packed: params.selfindex.layout(Some(artifact))?,
+        maps: rotation::maps(Some(artifact))?,
         ..DecodeOptions::new(Budget::USUAL, plan.kv().unwrap_or(KvType::BF16))
     };
     Ok((plan.prepare(&ask)?, options))

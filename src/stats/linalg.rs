@@ -4,7 +4,7 @@ use std::sync::{Mutex, MutexGuard, PoisonError};
 
 use memmap2::MmapMut;
 use ndarray::{Array2, ArrayView2};
-use ndarray_linalg::{Cholesky, Eigh, SolveTriangular, UPLO};
+use ndarray_linalg::{Cholesky, Eigh, Inverse, SolveTriangular, UPLO};
 
 use crate::error::{Error, Result};
 
@@ -73,6 +73,16 @@ pub fn eigen(a: ArrayView2<f64>) -> Result<Option<Eigen>> {
     Ok(a.eigh(UPLO::Lower)
         .ok()
         .map(|(values, vectors)| (values.to_vec(), vectors)))
+}
+
+/// Inverts a matrix; `None` if it is singular.
+///
+/// # Errors
+/// There is too little memory for LAPACK.
+pub fn inverse(a: ArrayView2<f64>) -> Result<Option<Array2<f64>>> {
+    let _alone = lapack()?;
+    let inverse = a.inv().ok();
+    Ok(inverse.filter(|inverse| inverse.iter().all(|x| x.is_finite())))
 }
 
 /// Inverts a lower triangular matrix; `None` if it is singular.

@@ -6,6 +6,7 @@ use rand_chacha::ChaCha8Rng;
 
 use super::setting::LayerSetting;
 use crate::error::Result;
+use crate::kv::map::{FittedMap, HeadMaps, RowMap};
 use crate::kv::packed::{Center, Layout};
 use crate::kv::{KvHead, Shape};
 use crate::method::bench::{Fill, NewHead};
@@ -61,7 +62,12 @@ impl BenchHead {
         let (mut retriever, fill) = new(&place, &mut rng);
         let holds_rows = setting.holds_rows();
         let room = if holds_rows { n } else { 0 };
-        let mut kv = KvHead::new(place.kv, d, room, Layout::from(Center::Median));
+        // As with an artifact; what the map does to the rows does not matter here.
+        let maps = HeadMaps {
+            keys: RowMap::Fitted(FittedMap::hadamard(d).into()),
+            values: RowMap::Hadamard,
+        };
+        let mut kv = KvHead::mapped(place.kv, d, room, Layout::from(Center::Median), &maps);
         // The keys of the prompt that the method gets.
         let mut prompted = Vec::new();
         if holds_rows || fill == Fill::Keys {

@@ -5,6 +5,7 @@ use std::path::{Path, PathBuf};
 use kvsmith::internal::compute::linear::FEW;
 use kvsmith::internal::cuda::check_model;
 use kvsmith::internal::kv::budget::Budget;
+use kvsmith::internal::kv::map::ModelMaps;
 use kvsmith::internal::kv::packed::Center;
 use kvsmith::internal::kv::sample::greedy;
 use kvsmith::internal::kv::{KvType, Limits};
@@ -122,6 +123,7 @@ pub fn options(budget: &str, kv: KvType) -> DecodeOptions {
         },
         kv,
         packed: Center::Median.into(),
+        maps: ModelMaps::HADAMARD,
         granule: 64,
     }
 }

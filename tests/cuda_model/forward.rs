@@ -121,7 +121,7 @@ fn sequences(driver: &dyn Driver, golden: &Golden) {
     let on_cpu = CpuForward::new(&golden.decoder).unwrap();
     let forwards: [Box<dyn Forward>; 2] = [Box::new(on_gpu), Box::new(on_cpu)];
     let [found, expected] = forwards.map(|forward| {
-        let mut engine = Engine::new(forward, method.as_ref(), options);
+        let mut engine = Engine::new(forward, method.as_ref(), options.clone());
         let mut logits = Vec::new();
         let prompts = [3, 6, 5].map(|n| &golden.ids[..n]);
         let ids = prompts.map(|prompt| {
@@ -147,8 +147,13 @@ fn greedy_tokens(driver: &dyn Driver, golden: &Golden) {
         let method = golden.method(method);
         let options = options("1.0", KvType::F32);
         let forward = CudaForward::new(driver, &golden.decoder, Precision::F32).unwrap();
-        let mut session = Session::new(CpuBackend::new(Box::new(forward), method.as_ref(), options, 64));
-        let mut twin = Session::on_cpu(&golden.decoder, method.as_ref(), options, 64).unwrap();
+        let mut session = Session::new(CpuBackend::new(
+            Box::new(forward),
+            method.as_ref(),
+            options.clone(),
+            64,
+        ));
+        let mut twin = Session::on_cpu(&golden.decoder, method.as_ref(), options.clone(), 64).unwrap();
         same_replies(&mut session, &mut twin, golden);
     }
 }
@@ -160,7 +165,12 @@ fn quantised(driver: &dyn Driver) {
     let full = prepared(method("full"), None, &decoder);
     let forward = CudaForward::new(driver, &decoder, Precision::F32).unwrap();
     let options = options("1.0", KvType::F32);
-    let mut session = Session::new(CpuBackend::new(Box::new(forward), full.as_ref(), options, 64));
+    let mut session = Session::new(CpuBackend::new(
+        Box::new(forward),
+        full.as_ref(),
+        options.clone(),
+        64,
+    ));
     let found = session.prefill(&ids).unwrap();
     let exact = exact_logits(&decoder, &ids, |_, _, _| ());
     let norm = |x: &Array1<f32>| x.dot(x).sqrt();
@@ -175,7 +185,12 @@ fn rounded(driver: &dyn Driver, golden: &Golden) {
         let forward = CudaForward::new(driver, &golden.decoder, precision).unwrap();
         let method = golden.method("full");
         let options = options("1.0", KvType::F32);
-        let mut session = Session::new(CpuBackend::new(Box::new(forward), method.as_ref(), options, 64));
+        let mut session = Session::new(CpuBackend::new(
+            Box::new(forward),
+            method.as_ref(),
+            options.clone(),
+            64,
+        ));
         session.prefill(&golden.ids).unwrap()
     };
     let actual = body(Precision::Auto);

@@ -125,7 +125,7 @@ fn check_planned(
         });
         let (method, options) = (method.unwrap(), options("0.5", KvType::F32));
         assert!(CudaBackend::can(method.as_ref(), &options, has_later));
-        let (found, counts) = run(method.as_ref(), options);
+        let (found, counts) = run(method.as_ref(), options.clone());
         let compared = same_in_first_layer(&found, |kv_head| &alone[of(kv_head)].0);
         assert_eq!(compared, steps * sizes.n_kv_heads);
         assert_eq!(counts.choices, (steps * sizes.n_kv_heads) as u64);
@@ -169,7 +169,7 @@ fn batch(driver: &dyn Driver, golden: &Golden) {
         let options = options(budget, KvType::F32);
         let backend = |sequences| {
             let body = Body::load(driver, &golden.decoder, Precision::F32).unwrap();
-            CudaBackend::new(body, method.as_ref(), options, sequences, STEPS + 4).unwrap()
+            CudaBackend::new(body, method.as_ref(), options.clone(), sequences, STEPS + 4).unwrap()
         };
         let mut together = backend(3);
         let mut alone: Vec<_> = (0..3).map(|_| backend(1)).collect();
@@ -208,7 +208,7 @@ fn on_device<'a>(
         prompt: 0..12,
         later_prompts: false,
     };
-    let opener = source.sequences((method, options), rows, &extent, &|_| ());
+    let opener = source.sequences((method, options.clone()), rows, &extent, &|_| ());
     Engine::on_device(Box::new(opener.unwrap()), options)
 }
 
@@ -226,15 +226,15 @@ fn engine(driver: &dyn Driver, golden: &Golden) {
             continue;
         }
         let (method, options) = (golden.method(name), options("0.3", KvType::F32));
-        let mut engine = on_device(driver, golden, (method.as_ref(), options), rows);
+        let mut engine = on_device(driver, golden, (method.as_ref(), options.clone()), rows);
         let alone = |prompt: &[u32], tokens: &[u32]| {
             let body = Body::load(driver, &golden.decoder, Precision::F32).unwrap();
             let mut session = match rows {
                 RowsIn::Device => {
-                    Session::new(CudaBackend::new(body, method.as_ref(), options, 1, 24).unwrap())
+                    Session::new(CudaBackend::new(body, method.as_ref(), options.clone(), 1, 24).unwrap())
                 }
                 RowsIn::Host => {
-                    Session::new(HostBackend::new(body, method.as_ref(), options, [24; 2]).unwrap())
+                    Session::new(HostBackend::new(body, method.as_ref(), options.clone(), [24; 2]).unwrap())
                 }
             };
             let mut logits = vec![session.prefill(prompt).unwrap()];
@@ -285,7 +285,7 @@ fn engine(driver: &dyn Driver, golden: &Golden) {
         // The weights are there once, however many sequences are open.
         let weights = |sequences: usize| {
             let ledger = Ledger::new(driver);
-            let mut engine = on_device(&ledger, golden, (method.as_ref(), options), rows);
+            let mut engine = on_device(&ledger, golden, (method.as_ref(), options.clone()), rows);
             for _ in 0..sequences {
                 engine.open(24).unwrap();
             }
@@ -335,8 +335,8 @@ fn full(driver: &dyn Driver, golden: &Golden) {
     let method = golden.method("full");
     let options = options("1.0", KvType::F32);
     let body = Body::load(driver, &golden.decoder, Precision::F32).unwrap();
-    let mut session = Session::new(CudaBackend::new(body, method.as_ref(), options, 1, 80).unwrap());
-    let mut twin = Session::on_cpu(&golden.decoder, method.as_ref(), options, 80).unwrap();
+    let mut session = Session::new(CudaBackend::new(body, method.as_ref(), options.clone(), 1, 80).unwrap());
+    let mut twin = Session::on_cpu(&golden.decoder, method.as_ref(), options.clone(), 80).unwrap();
     if !same_replies(&mut session, &mut twin, golden) {
         return;
     }

@@ -213,7 +213,7 @@ impl Timing<'_> {
         };
         // No sequence is opened, so that nothing asks this method.
         let unasked = |_: &Place| Full;
-        let mut engine = Engine::new(Box::new(forward), &unasked, options);
+        let mut engine = Engine::new(Box::new(forward), &unasked, options.clone());
         let heads = (0..sequences).map(|_| filled(&served.plan, args, layer));
         let ids = heads.map(|heads| engine.adopt(heads?, context));
         let ids: Vec<SequenceId> = ids.collect::<Result<_>>()?;

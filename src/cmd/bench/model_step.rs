@@ -276,7 +276,7 @@ impl ModelSetting<'_> {
         room::check(
             driver,
             self.context,
-            &|driver, context| self.backend(driver, options, context).map(drop),
+            &|driver, context| self.backend(driver, options.clone(), context).map(drop),
             "reduce --context or --batch",
         )?;
         let mut backend = self.backend(driver, options, self.context)?;

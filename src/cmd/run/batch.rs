@@ -67,7 +67,7 @@ impl Batch<'_> {
         let (start, mut made) = (Instant::now(), Made::default());
         if !prompts.all.is_empty() {
             let machine = args.reading.machine(global, self.0.opened.device, &log);
-            let (method, options) = (self.0.method, self.0.options);
+            let (method, options) = (self.0.method, self.0.options.clone());
             let extent = Extent {
                 capacity: prompts.longest(),
                 prompt: 0..prompts.longest_prompt(),
@@ -168,7 +168,7 @@ impl Batch<'_> {
     /// Returns what the replies depend on.
     fn settings(&self) -> Result<Value> {
         let (Opened { args, decoder, .. }, options, setting) =
-            (*self.0.opened, self.0.options, self.0.setting);
+            (*self.0.opened, &self.0.options, self.0.setting);
         let artifact = self.0.opened.artifact.map(|artifact| {
             let text = serde_json::to_vec(&artifact.manifest);
             text.map(|text| hex(&Sha256::digest(text)))
@@ -178,7 +178,7 @@ impl Batch<'_> {
         // Of a model on a GPU, sums depend on where the caches are.
         let rows = args.reading.rows();
         let caches = self.0.opened.device.cuda().map(|_| match rows {
-            _ if !rows.can(self.0.method, &options, false) => "cpu",
+            _ if !rows.can(self.0.method, options, false) => "cpu",
             RowsIn::Device => "device",
             RowsIn::Host => "host",
         });

@@ -68,15 +68,16 @@ impl Ready<'_> {
             artifact,
             on_cpu,
         } = *self.opened;
-        let (method, options) = (self.method, self.options);
+        let (method, options) = (self.method, &self.options);
         let known = turns.known();
-        let (session, fallback) = open_session(args, global, device, decoder, method, options, known)?;
+        let (session, fallback) =
+            open_session(args, global, device, decoder, method, options.clone(), known)?;
         let of_device = [on_cpu, fallback].into_iter().flatten().map(str::to_owned);
         Ok(Conversation {
             args,
             global,
             kv: options.kv,
-            position_bytes: position_bytes(&decoder.config, method, &options),
+            position_bytes: position_bytes(&decoder.config, method, options),
             fallbacks: of_device.chain(in_full(method)).collect(),
             setting: self.setting,
             artifact,

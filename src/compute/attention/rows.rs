@@ -46,7 +46,7 @@ impl GroupQueries {
     }
 
     /// Returns a query, `[chunks LANES]`.
-    pub(super) fn row(&self, head: usize) -> Vec<f32> {
+    pub fn row(&self, head: usize) -> Vec<f32> {
         let group = head / kernels::GROUP * kernels::GROUP;
         let heads = kernels::GROUP.min(self.heads() - group);
         let chunk = |chunk| self.packed[group * self.chunks + chunk * heads + head - group];

@@ -283,7 +283,7 @@ fn session(driver: &dyn Driver, decoder: &Decoder, method: &dyn Method) -> Resul
     };
     let room = PROMPT + STEPS;
     let body = Body::load(driver, decoder, Precision::F32)?;
-    let mut found = Session::new(CudaBackend::new(body, method, options, 1, room)?);
+    let mut found = Session::new(CudaBackend::new(body, method, options.clone(), 1, room)?);
     let full = prepared("full", decoder)?;
     let mut expected = Session::on_cpu(decoder, full.as_ref(), options, room)?;
     let all_ids = ids(decoder, room);

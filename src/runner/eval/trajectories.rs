@@ -154,7 +154,7 @@ impl HeadTrajectories {
         capacity: usize,
         [layer, kv_head]: [usize; 2],
     ) -> Self {
-        let kv = |kind| KvHead::new(kind, c.head_dim, capacity, options.layout());
+        let kv = |kind| options.cache(kind, c.head_dim, capacity, [layer, kv_head]);
         // All variants read the same rows: in the formats of the head plan, if there is one.
         let planned = variants
             .iter()
@@ -164,7 +164,7 @@ impl HeadTrajectories {
             let options = DecodeOptions {
                 limits: options.limits.with_budget(variant.budget),
                 kv: stored,
-                ..*options
+                ..options.clone()
             };
             Chooser::new(variant.method, options.place(c, variant.method, layer, kv_head))
         };
