@@ -55,9 +55,9 @@ FORMS = {"buckets": ("codebook", "--positions buckets --size 1024"), "all direct
 # The method of the section that a command fits.
 FITS_OF = {"codebook": "a2ats", "wpq": "wpq"}
 # Formats of keys and values, as flags of `eval`.
-FORMATS = ("bf16", "int8", "k=int8,v=int4", "k=int4,v=int8", "int4", "k=int4,v=int2", "int2", "2bit")
+FORMATS = ("bf16", "int8", "int4", "k=int4,v=int2", "int2", "2bit")
 # Formats that are measured with a map of keys that is fitted to text, and those also with OSCAR's rotation.
-MAPPED, COMPARED = ("k=int4,v=int8", "int4", "k=int4,v=int2", "int2"), ("int4", "int2")
+MAPPED, COMPARED = ("int4", "k=int4,v=int2", "int2"), ("int4", "int2")
 FINAL_TEXTS = ("prose", "source", "dialogue")
 USES = "final-uses"
 # What a row keeps of the rows of `eval`.

@@ -318,6 +318,52 @@ fn tails_that_no_fit_gives_are_refused() {
     }
 }
 
+/// Rows in few bits pass the artifact's maps, unless another rotation is asked for.
+#[test]
+fn the_rotation_of_rows_is_that_of_the_artifact() {
+    let files = Files::new("llama_default");
+    let art = files.calibrate();
+    let eval = |kv: &str, more: &str| -> Value {
+        let Files { model, texts, .. } = &files;
+        kvsmith(&format!(
+            "eval --json --model {model} --tokens {texts} --decode 9 --methods full --kv {kv} --sinks 0 --window 1 {more}"
+        ))
+        .json()
+    };
+    let artifact = format!("--artifact {art}");
+    let mut losses = Vec::new();
+    for (more, name) in [
+        (artifact.clone(), "artifact"),
+        (format!("{artifact} --rotation artifact"), "artifact"),
+        (format!("{artifact} --rotation hadamard"), "hadamard"),
+        (String::new(), "hadamard"),
+        (format!("{artifact} --rotation none"), "none"),
+    ] {
+        let found = eval("int2", &more);
+        assert_eq!(found["rotation"], name, "{more}");
+        losses.push(found["rows"][0]["kl"].as_f64().unwrap());
+        // Other formats turn nothing.
+        assert_eq!(
+            eval("bf16", &more)["rows"][0]["kl"],
+            eval("bf16", "")["rows"][0]["kl"]
+        );
+    }
+    assert_eq!((losses[0], losses[2]), (losses[1], losses[3]));
+    assert!(losses[0] != losses[2] && losses[2] != losses[4], "{losses:?}");
+    let without = files.only(&art, "wpq");
+    for more in ["".to_owned(), format!("--artifact {without}")] {
+        let Files { model, tokens, .. } = &files;
+        kvsmith(&format!(
+            "run --model {model} --tokens {tokens} --method full --kv int4 --rotation artifact {more}"
+        ))
+        .fails(
+            2,
+            "--rotation artifact needs --artifact with the section `rotation`",
+            "kvsmith calibrate",
+        );
+    }
+}
+
 /// Maps of keys have an inverse and a known form.
 #[test]
 fn maps_that_no_fit_gives_are_refused() {

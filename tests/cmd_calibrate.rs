@@ -99,7 +99,7 @@ fn codewords_follow_the_text_and_the_context() {
         assert!(read(&same) == read(&direct), "{threads} threads");
     }
     let dump = scratch.make("dump", &format!("dump --dtype f32 --queries --values {input}"));
-    let sections = ["codebook --size 64", "signs", "priors", "wpq", "tail"];
+    let sections = ["codebook --size 64", "signs", "priors", "wpq", "rotation", "tail"];
     let section = |command: &&str| {
         let (name, _) = command.split_once(' ').unwrap_or((command, ""));
         scratch.make(name, &format!("{command} --dump {dump}"))

@@ -313,25 +313,26 @@ fn shards_take_what_arithmetic_by_hand_says() {
         );
 
         // Codewords in f16, mean, Cholesky factor, counts; signs: centroids, counts, scales, means; 64-bit quantisers
-        // of 64 directions: words in f16, both means, factor, all directions.
+        // of 64 directions: words in f16, both means, factor, all directions; maps of keys and means.
         assert_eq!(plan["codewords"], 1024);
         let a2ats = 1024 * 128 * 2 + 512 + 128 * 512 + 1024 * 4;
         let signs = 32 * 16 * 4 * 2 + 32 * 16 * 8 + 512 + 512;
         let wpq = 2 * 8 * 16 * 8 * 2 + 2 * 512 + 128 * 512 + 128 * 512;
+        let rotation = 128 * 512 + 512;
         let per_query_head = (600 + 68 + 23) * 4 + 4 + 1;
-        let results = layers * (8 * (a2ats + signs + wpq) + heads * per_query_head);
-        let reports = 6500 + layers * (8 * 800 + heads * 450);
+        let results = layers * (8 * (a2ats + signs + wpq + rotation) + heads * per_query_head);
+        let reports = 6500 + layers * (8 * 1150 + heads * 450);
         let packed = results + reports;
-        // Five sections, each of which checks every file of its layers and the tokens.
+        // Six sections, each of which checks every file of its layers and the tokens.
         let sums_of_blocks = blocks * (2 * 1_048_576 + 64);
         let file = rows * n * 512 + sums_of_blocks;
-        // Then keys: codebook 1, signs 2, priors 1, wpq 1, tail 1; and 1 to find constant heads, but not for the tail.
-        // Values: tail. Queries: priors and tail. Sums: codebook and wpq.
-        let then = (10 + 1) * 8 * n * 512 + 2 * heads * n * 512 + 2 * sums_of_blocks;
+        // Then keys: codebook 1, signs 2, priors 1, wpq 1, rotation 1, tail 1; and 1 to find constant heads, but not for the last
+        // two. Values: tail. Queries: priors and tail. Sums: codebook, wpq and rotation.
+        let then = (11 + 1) * 8 * n * 512 + 2 * heads * n * 512 + 3 * sums_of_blocks;
         let range = |layers_of: u64| {
             let written = packed * layers_of / layers;
             (
-                5 * (layers_of * file + 9 * n) + layers_of * then + written,
+                6 * (layers_of * file + 9 * n) + layers_of * then + written,
                 written,
             )
         };
@@ -359,9 +360,9 @@ fn shards_take_what_arithmetic_by_hand_says() {
         );
 
         // pack writes and checks the artifact; the verdict reads it and runs the model once for the budgets, twice for
-        // the texts and three times for the questions. It writes 8 methods at 3 shares: means, intervals, means on
+        // the texts and three times for the questions. It writes 7 methods at 3 shares: means, intervals, means on
         // three other kinds and lengths of text, answers.
-        let judged = packed + 24 * (60 + 110 + 3 * 140 + 90 + layers * 8 * 25);
+        let judged = packed + 21 * (60 + 110 + 3 * 140 + 90 + layers * 8 * 25);
         check(join, "written_bytes", packed + judged);
         check(
             join,
@@ -369,8 +370,8 @@ fn shards_take_what_arithmetic_by_hand_says() {
             2 * packed + packed + 6 * pass + 9 * n + judged,
         );
         check(join, "mapped_bytes", layer);
-        // Together, 12 blocks of text and 8 of UUIDs, and one of full length of each, with 16 steps of 24 variants each.
-        let (ends, steps) = (20 * 2048 + 2 * 16_384, 24 * 16);
+        // Together, 12 blocks of text and 8 of UUIDs, and one of full length of each, with 16 steps of 21 variants each.
+        let (ends, steps) = (20 * 2048 + 2 * 16_384, 21 * 16);
         // On each of two threads, a head has its queries three times, and keys, values, caches and indices as eight.
         let on_threads = 2 * (3 * group + 8) * 16_384 * 512;
         let verdict = (ends + 22 * steps) * hidden * 4 + steps * 2 * (q + kv) * 4 + attends + on_threads;
@@ -501,6 +502,7 @@ fn shards_take_the_disk_that_is_planned() {
         ("signs", ""),
         ("priors", ""),
         ("wpq", ""),
+        ("rotation", ""),
         ("tail", ""),
     ] {
         for j in 0..layers {

@@ -37,7 +37,7 @@ done
 
 # What a job of another Slurm, or the caller, has set.
 for name in $(env | sed -n 's/^\(\(SLURM\|SBATCH\|SQUEUE\|SINFO\)[A-Z]*_[A-Z0-9_]*\)=.*/\1/p') \
-    OUTPUT SEED SECTIONS CODEBOOK SIGNS PRIORS WPQ TAIL VERDICT; do
+    OUTPUT SEED SECTIONS CODEBOOK SIGNS PRIORS WPQ ROTATION TAIL VERDICT; do
     unset "$name"
 done
 export SLURM_CONF="$scratch/slurm.conf"

@@ -21,6 +21,7 @@ use crate::error::{Error, Result};
 use crate::machine::Machine;
 use crate::method::a2ats::{self, LONGEST_CONTEXT};
 use crate::method::plan::Plan;
+use crate::method::registry::readers;
 use crate::model::{Model, ModelConfig, ModelManifest};
 use crate::parameters::choices;
 use crate::runner::verdict::Material;
@@ -162,7 +163,8 @@ impl CalibrationSettings {
     /// Counts what the verdict will decode.
     pub fn judged_rows(&self, fits: &[Box<dyn Fit>], material: Option<&Material>) -> JudgedRows {
         let rows = material.zip(self.verdict.as_ref());
-        rows.map(|(material, verdict)| JudgedRows::count(material, verdict.variants(fits.len())))
+        let calibrated = readers(fits.iter().map(|fit| fit.kind().name()));
+        rows.map(|(material, verdict)| JudgedRows::count(material, verdict.variants(calibrated)))
             .unwrap_or_default()
     }
 }

@@ -126,6 +126,12 @@ impl fmt::Debug for MethodName {
     }
 }
 
+/// Counts the methods that read one of these sections.
+pub fn readers<'s>(sections: impl Iterator<Item = &'s str>) -> usize {
+    let reads = |section: &str| METHODS.iter().any(|method| method.0.section == Some(section));
+    sections.filter(|section| reads(section)).count()
+}
+
 /// Lists the methods that a verdict measures although they have no section.
 pub fn always_measured() -> impl Iterator<Item = MethodName> {
     let all = METHODS.iter().copied();

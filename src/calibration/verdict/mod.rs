@@ -88,10 +88,10 @@ impl VerdictSettings {
         Ok(())
     }
 
-    /// Counts the combinations of method and budget for an artifact of `n_sections` sections.
-    pub fn variants(&self, n_sections: usize) -> usize {
+    /// Counts the combinations of method and budget for an artifact with the sections of `calibrated` methods.
+    pub fn variants(&self, calibrated: usize) -> usize {
         let methods = match self.methods.len() {
-            0 => n_sections + always_measured().count(),
+            0 => calibrated + always_measured().count(),
             named => named,
         };
         methods * self.reads.len()

@@ -117,9 +117,9 @@ const COLUMNS: [Column<RotationQuality>; 4] = [
     Column::new("2 bits", share, RotationQuality::share_2),
     Column::new("of Hadamard", share, RotationQuality::ratio_2),
 ];
-const LEGEND: &str = "(maps of keys: means over each layer's KV heads; squared error of scores from keys
-in 4 and 2 bits, as a share of the scores' variance and of the error after a
-Hadamard rotation, on held-out keys if there are any)
+const LEGEND: &str = "(maps of keys: means over each layer's KV heads; squared error of scores from
+keys in 4 and 2 bits, as a share of the scores' variance and of the error after
+a Hadamard rotation, on held-out keys if there are any)
 ";
 
 /// The declaration of the section.
