@@ -2,7 +2,7 @@
 
     python benches/row_maps.py KVSMITH REAL [--layers 9,21]
 
-Texts and fits are those of benches/index_search.py. The script writes to docs/results/row-maps.json, for every map and number of
+Maps are fitted to the Python documentation and UUIDs, and measured on development text of the handbook. The script writes to docs/results/row-maps.json, for every map and number of
 bits, the squared error of the output of full attention, divided by the squared norm of the output, for each head and block: the
 mean of 12 queries per block. Either the keys are rounded or the values. Rounding is that of `--kv int4` and `int2`; the first 4
 rows and the last 64 before a query are exact. S is the mean of q^T q of rotated queries, C the covariance of rotated keys, m their
@@ -35,7 +35,7 @@ Needs numpy, gguf and faiss-cpu.
 import gguf
 import numpy as np
 
-from index_search import BLOCKS, CONTEXT, MIXED, STEPS, TOKENS, WORKS, Lab, arguments, blocks_of, documents, rotate, softmax, tensors
+from index_search import BLOCKS, CONTEXT, MIXED, STEPS, TOKENS, Lab, arguments, blocks_of, documents, rotate, softmax, tensors
 
 SINKS, WINDOW = 4, 64
 QUERY_RIDGE, KEY_RIDGE = 1e-4, 0.1
@@ -183,11 +183,10 @@ def attended_by(queries, keys, positions, starts):
 
 
 def dumps(lab):
-    """Returns the dump that maps are fitted to, and that of other text; records what the first one has."""
-    fitted = lab.corpus("main", MIXED, TOKENS)
-    lab.checked(fitted, lab.section(fitted, "main-rotation", "rotation", ()))
-    blocks = [block for work in WORKS for block in lab.blocks(work, CONTEXT, BLOCKS, "development")]
-    other = lab.documents("search", blocks, ("--seq-len", CONTEXT, "--holdout", 0))
+    """Returns the dump that maps are fitted to, which is that of `make results-row-formats`, and that of other text."""
+    fitted = lab.corpus("for-handbook", {"python": 1 - MIXED["uuid"], "uuid": MIXED["uuid"]}, TOKENS)
+    lab.checked(fitted, lab.section(fitted, "for-handbook-rotation-rotation-form-balanced", "rotation", ["--rotation-form", "balanced"]))
+    other = lab.documents("maps", lab.blocks("handbook", CONTEXT, BLOCKS, "development"), ("--seq-len", CONTEXT, "--holdout", 0))
     return lab.dump(fitted), lab.dump(other, "values", ("--queries", "--values"))
 
 

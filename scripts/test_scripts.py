@@ -338,10 +338,19 @@ class Pages(unittest.TestCase):
         self.assertEqual(bits, [["`int8`", "", "8.25", "8.25"], ["`k=int4,v=int2`", "fitted", "3.5", "3.915"], ["`2bit`", "", "3.5", "3.891"]])
 
     def test_losses_of_formats_are_as_the_page_says(self):
-        rows = {row["kv"]: row for row in documents.load("row-formats")["rows"]}
-        self.assertGreater(rows["k=int4,v=int8"]["kl"] / rows["k=int8,v=int4"]["kl"], 5)
-        self.assertAlmostEqual(rows["2bit"]["kl"] / rows["k=int4,v=int2"]["kl"], 13, delta=0.5)
-        self.assertLess(tables.kl_interval(rows["k=int4,v=int2"])[1], tables.kl_interval(rows["2bit"])[0])
+        rows = {(row["kv"], row["maps"]): row for row in documents.load("row-formats")["rows"]}
+        ratio = rows["int4", "balanced"]["kl"] / rows["int4", "hadamard"]["kl"]
+        self.assertLess(ratio, 0.5)
+        for kv, times in (("int4", 0.6), ("int2", 0.4)):
+            self.assertAlmostEqual(rows[kv, "balanced"]["kl"] / rows[kv, "orthogonal"]["kl"], times, delta=0.05)
+        self.assertGreater(rows["2bit", "hadamard"]["kl"] / rows["int2", "balanced"]["kl"], 5)
+        self.assertLess(tables.kl_interval(rows["int2", "balanced"])[1], tables.kl_interval(rows["2bit", "hadamard"])[0])
+
+    def test_maps_stand_beside_the_hadamard_rotation(self):
+        rows = [{"rows": "keys", "bits": bits, "map": name, "errors": errors} for bits, name, errors in (
+            (4, "hadamard", [0.1, 0.4]), (4, "balanced, clip 0.97", [0.05, 0.05]), (2, "hadamard", [1, 1]), (2, "balanced, clip 0.8", [0.5, 0.5]))]
+        lines = tables.map_table({"rows": rows}).splitlines()[2:]
+        self.assertEqual(lines, ["| keys | hadamard | 0.25000 (1.00) | 1.00000 (1.00) |", "| keys | balanced, clipped | 0.05000 (0.25) | 0.50000 (0.50) |"])
 
     def test_times_of_formats_are_medians_with_their_range(self):
         rows = [{"kv": "bf16", "ms": {"full": [30, 10, 20], "wpq": [4, 4, 7]}}]

@@ -5,11 +5,12 @@ use std::sync::LazyLock;
 
 use kvsmith::internal::artifact::Artifact;
 use kvsmith::internal::kv::packed::Center;
-use kvsmith::internal::kv::{Budget, KvType, Limits};
+use kvsmith::internal::kv::{Budget, KvType, Limits, RowFormat};
 use kvsmith::internal::method::declaration::Ask;
 use kvsmith::internal::method::params::MethodParams;
 use kvsmith::internal::method::plan::Plan;
 use kvsmith::internal::method::registry::METHODS;
+use kvsmith::internal::method::rotation;
 use kvsmith::internal::method::sections::SECTIONS;
 use kvsmith::internal::model::Decoder;
 use kvsmith::internal::runner::{DecodeOptions, Session};
@@ -75,14 +76,18 @@ fuzz_target!(|data: &[u8]| {
     let Ok(method) = METHODS[usize::from(method) % METHODS.len()].prepare(&ask) else {
         return;
     };
+    let Ok(maps) = rotation::maps(Some(&artifact)) else {
+        return;
+    };
     let options = DecodeOptions {
         limits: Limits {
             sinks: 1,
             window: 1,
             ..Limits::new(Budget::Count(2))
         },
-        kv: KvType::F32,
+        kv: KvType::both([RowFormat::F32, RowFormat::INT4][usize::from(how % 2)]),
         packed: Center::Median.into(),
+        maps,
         granule: 64,
     };
     let mut session = Session::on_cpu(&base.decoder, method.as_ref(), options, 16).expect("a session");

@@ -20,8 +20,7 @@
 //!   keys' rotation of OSCAR (arXiv 2605.17757).
 //!
 //! Moments are those of rotated queries and keys; the first positions of every block, which caches keep in 16 bits, take no
-//! part. Values are rotated by a Hadamard matrix whatever the artifact: maps fitted to them gained nothing
-//! (docs/dev/caches.md).
+//! part. Values, which lose far less, are rotated by a Hadamard matrix whatever the artifact (docs/dev/caches.md).
 
 mod fit;
 mod section;
