@@ -73,8 +73,8 @@ fn calibrate(device: &str, fit: &str, output: &str) -> Value {
         .any(|line| line.starts_with(&format!("device: {device} (")));
     assert_eq!(noted, device != "cpu", "{}", done.stderr);
     let told = match device {
-        "cuda" => "the priors and the tails run on the CPU",
-        _ => "the model, the priors and the tails run on the CPU",
+        "cuda" => "the priors, the maps of keys and the tails run on the CPU",
+        _ => "the model, the priors, the maps of keys and the tails run on the CPU",
     };
     assert_eq!(done.stderr.contains(told), device != "cpu", "{}", done.stderr);
     json!(Artifact::open(output.as_ref(), SECTIONS).unwrap().manifest)
@@ -136,10 +136,12 @@ fn the_chain_by_hand_is_the_same(device: &str) {
     let signs = scratch.make("signs", &format!("signs {on}"));
     let priors = scratch.make("priors", &format!("priors --dump {dump}"));
     let wpq = scratch.make("wpq", &format!("wpq {on} --moments {moments} --seed 3"));
+    let rotation = format!("rotation --dump {dump} --moments {moments}");
+    let rotation = scratch.make("rotation", &rotation);
     let tail = scratch.make("tail", &format!("tail --dump {dump} --seed 3"));
     let model = root().join("calib-data/model");
     let pack = format!(
-        "pack {signs} {tail} {priors} {wpq} {codebook} --model {}",
+        "pack {signs} {tail} {rotation} {priors} {wpq} {codebook} --model {}",
         model.display()
     );
     scratch.make("packed", &pack);
