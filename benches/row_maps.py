@@ -2,8 +2,8 @@
 
     python benches/row_maps.py KVSMITH REAL [--layers 9,21]
 
-Maps are fitted to the Python documentation and UUIDs, and measured on development text of the handbook. The script writes to docs/results/row-maps.json, for every map and number of
-bits, the squared error of the output of full attention, divided by the squared norm of the output, for each head and block: the
+Maps are fitted to the Python documentation and UUIDs, and measured on development text of the handbook. The script writes to
+docs/results/row-maps.json, for every map and number of bits, the squared error of the output of full attention, divided by the squared norm of the output, for each head and block: the
 mean of 12 queries per block. Either the keys are rounded or the values. Rounding is that of `--kv int4` and `int2`; the first 4
 rows and the last 64 before a query are exact. S is the mean of q^T q of rotated queries, C the covariance of rotated keys, m their
 mean, H a Hadamard matrix. Keys are mapped as (k - m) A, or k A:
@@ -36,12 +36,14 @@ import gguf
 import numpy as np
 
 from index_search import BLOCKS, CONTEXT, MIXED, STEPS, TOKENS, Lab, arguments, blocks_of, documents, rotate, softmax, tensors
+from lab import require_apart
 
 SINKS, WINDOW = 4, 64
 QUERY_RIDGE, KEY_RIDGE = 1e-4, 0.1
 GROUP = 64
-# Part of the range that codes span, by bits: as `int4` and `int2` have it.
+# Part of the range that codes span, by bits: as `int4` and `int2` have it; and other parts.
 CLIP = {4: 0.97, 2: 0.8}
+OTHER_CLIPS = {4: (0.94, 0.9), 2: (0.9, 0.7, 0.6)}
 # Queries per block from which the weights of `attended` are computed.
 SAMPLED = 64
 
@@ -104,6 +106,8 @@ def key_forms(keys, s, bits):
     yield "balanced", mean, balanced(s, c), 1.0
     yield f"balanced, clip {clip}", mean, balanced(s, c), clip
     yield f"balanced, no mean, clip {clip}", 0, balanced(s, second), clip
+    for other in OTHER_CLIPS[bits]:
+        yield f"balanced, clip {other}", mean, balanced(s, c), other
     for ridge in (1e-4, 1.0):
         yield f"balanced, ridge {ridge:g}, clip {clip}", mean, balanced(s, c, ridge), clip
 
@@ -117,7 +121,8 @@ def value_forms(values, keys, s, attended, bits):
     of_attended = (wide * attended[:, None]).T @ wide
     yield "none", np.eye(d), 1.0
     yield "hadamard", h, 1.0
-    yield f"hadamard, clip {CLIP[bits]}", h, CLIP[bits]
+    for clip in (CLIP[bits], *OTHER_CLIPS[bits]):
+        yield f"hadamard, clip {clip}", h, clip
     yield "oscar", axes(of_oscar)[1] @ h, 1.0
     yield f"oscar, clip {CLIP[bits]}", axes(of_oscar)[1] @ h, CLIP[bits]
     yield "attended", axes(of_attended)[1] @ h, 1.0
@@ -171,7 +176,7 @@ def error(queries, exact, read, steps):
     return (((found - expected) ** 2).sum(-1) / (expected**2).sum(-1)).mean()
 
 
-def attended_by(queries, keys, positions, starts):
+def attended_by(queries, keys, starts):
     """Returns the sum of squared attention of each row, window and sinks aside, over some queries [r, n, d] of each block."""
     total = np.zeros(len(keys))
     for start, end in starts:
@@ -186,6 +191,7 @@ def dumps(lab):
     """Returns the dump that maps are fitted to, which is that of `make results-row-formats`, and that of other text."""
     fitted = lab.corpus("for-handbook", {"python": 1 - MIXED["uuid"], "uuid": MIXED["uuid"]}, TOKENS)
     lab.checked(fitted, lab.section(fitted, "for-handbook-rotation-rotation-form-balanced", "rotation", ["--rotation-form", "balanced"]))
+    require_apart(lab.fits, "handbook")
     other = lab.documents("maps", lab.blocks("handbook", CONTEXT, BLOCKS, "development"), ("--seq-len", CONTEXT, "--holdout", 0))
     return lab.dump(fitted), lab.dump(other, "values", ("--queries", "--values"))
 
@@ -206,7 +212,7 @@ def main():
         for head in range(heads):
             keys = rotate(own["k_pre"][head], at, args.theta)
             queries = rotate(own["q_pre"][head * group : (head + 1) * group], at, args.theta)
-            weights = attended_by(queries, keys, at, blocks_of(calib))[fit]
+            weights = attended_by(queries, keys, blocks_of(calib))[fit]
             keys, values = keys[fit], own["v"][head][fit]
             s = moments["sum_qq_rope"][layer, head] / moments["count"][layer, head]
             for start, end in blocks_of(other):

@@ -100,6 +100,12 @@ def require_fitted(manifest, documents):
     return fitted
 
 
+def require_apart(fits, work):
+    """Stop the script if an artifact of text of a work was fitted to that work."""
+    if wrong := [name for name, fit in fits.items() if work in fit["tokens"]]:
+        fail(f"{', '.join(wrong)}: fitted to {work}, which is measured", "report this")
+
+
 def known_commit(version):
     """Return a version, or stop the script if it does not tell the commit: nobody could say what was measured."""
     if "unknown" in version:

@@ -32,7 +32,7 @@ import numpy as np
 import documents
 from artifacts import keep_sections
 from claims import BYPASS, SEARCHED
-from lab import MIXED, WORKS, Lab, fail, manifest_of, run
+from lab import MIXED, WORKS, Lab, fail, manifest_of, require_apart, run
 from sweep import SWEPT
 
 METHODS = ("topk", "wpq", "selfindex", "lfps", "ctkvr", "a2ats", "quest", "pqcache", "doublesparsity", "randsign", "triattention", "snapkv", "h2o", "streaming")
@@ -337,12 +337,6 @@ def of_artifact(rows, own, beside, same):
     if not same:
         return [(row, stem) for row, stem in named if stem != beside]
     return [(row, stem) for row, stem in named if stem == (beside if row["method"] in has_section else own)]
-
-
-def require_apart(fits, work):
-    """Stop the script if an artifact of text of a work was fitted to that work."""
-    if wrong := [name for name, fit in fits.items() if work in fit["tokens"]]:
-        fail(f"{', '.join(wrong)}: fitted to {work}, which is measured", "report this")
 
 
 def kept(row):

@@ -429,7 +429,11 @@ def format_time_table(document):
 
 def map_table(document):
     """Return the error of attention's output with keys or values in 4 and 2 bits after each map, over that after a Hadamard rotation."""
-    errors = {(row["rows"], row["map"].partition(", clip")[0] + (", clipped" if "clip" in row["map"] else ""), row["bits"]): np.array(row["errors"]) for row in document["rows"]}
+    def named(row):
+        # What `int4` and `int2` do has one row.
+        return row["map"].replace({4: "clip 0.97", 2: "clip 0.8"}[row["bits"]], "clipped")
+
+    errors = {(row["rows"], named(row), row["bits"]): np.array(row["errors"]) for row in document["rows"]}
     rows = []
     for of in ("keys", "values"):
         for name in dict.fromkeys(name for rows, name, _ in errors if rows == of):

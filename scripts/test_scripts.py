@@ -339,6 +339,7 @@ class Pages(unittest.TestCase):
 
     def test_losses_of_formats_are_as_the_page_says(self):
         rows = {(row["kv"], row["maps"]): row for row in documents.load("row-formats")["rows"]}
+        results.require_apart(documents.load("row-formats")["calibration"], "handbook")
         ratio = rows["int4", "balanced"]["kl"] / rows["int4", "hadamard"]["kl"]
         self.assertLess(ratio, 0.5)
         for kv, times in (("int4", 0.6), ("int2", 0.4)):
@@ -351,6 +352,23 @@ class Pages(unittest.TestCase):
             (4, "hadamard", [0.1, 0.4]), (4, "balanced, clip 0.97", [0.05, 0.05]), (2, "hadamard", [1, 1]), (2, "balanced, clip 0.8", [0.5, 0.5]))]
         lines = tables.map_table({"rows": rows}).splitlines()[2:]
         self.assertEqual(lines, ["| keys | hadamard | 0.25000 (1.00) | 1.00000 (1.00) |", "| keys | balanced, clipped | 0.05000 (0.25) | 0.50000 (0.50) |"])
+
+    def test_errors_of_maps_are_as_the_page_says(self):
+        document = documents.load("row-maps")
+        self.assertEqual({kind for fit in document["calibration"].values() for kind, tokens in fit["fitted"].items() if tokens}, {"python", "uuid"})
+        errors = {(row["rows"], row["bits"], row["map"]): np.array(row["errors"]) for row in document["rows"]}
+
+        def ratio(rows, bits, name):
+            return np.exp(np.log(errors[rows, bits, name] / errors[rows, bits, "hadamard"]).mean())
+
+        self.assertAlmostEqual(ratio("keys", 2, "hadamard, mean, clip 0.8"), 1 / 3, delta=0.02)
+        self.assertAlmostEqual(ratio("keys", 2, "balanced, clip 0.8"), 1 / 8, delta=0.02)
+        self.assertLess(ratio("keys", 4, "balanced"), 0.75 * ratio("keys", 4, "hadamard, mean, clip 0.97"))
+        self.assertGreater(ratio("keys", 4, "hadamard, clip 0.97"), 1)
+        self.assertLess(errors["keys", 4, "hadamard, clip 0.97"].mean(), errors["keys", 4, "hadamard"].mean())
+        self.assertLess(ratio("keys", 2, "kivi"), ratio("keys", 2, "balanced, clip 0.8"))
+        for bits in (4, 2):
+            self.assertLess(ratio("values", bits, "attended"), 0.5)
 
     def test_times_of_formats_are_medians_with_their_range(self):
         rows = [{"kv": "bf16", "ms": {"full": [30, 10, 20], "wpq": [4, 4, 7]}}]

@@ -375,6 +375,13 @@ fn maps_that_no_fit_gives_are_refused() {
         .run(&crafted, "--method full --kv int4")
         .fails(1, culprit, "damaged");
     kvsmith(&format!("inspect --verify {crafted}")).fails(1, culprit, "damaged");
+    // Caches in other formats do not read the section.
+    files.run(&crafted, "--method full --kv bf16").ok();
+    let unused = files
+        .run(&crafted, "--method full --kv bf16 --rotation none")
+        .ok();
+    let warning = "--rotation has no effect here: it applies to --kv int4 or int2 only";
+    assert!(unused.stderr.contains(warning), "{}", unused.stderr);
     for (key, value) in [("form", json!("other")), ("key_ridge", json!("small"))] {
         resealed(&art, &crafted, |manifest| {
             manifest["sections"]["rotation"][key] = value

@@ -76,7 +76,8 @@ fuzz_target!(|data: &[u8]| {
     let Ok(method) = METHODS[usize::from(method) % METHODS.len()].prepare(&ask) else {
         return;
     };
-    let Ok(maps) = rotation::maps(Some(&artifact)) else {
+    let kv = KvType::both([RowFormat::F32, RowFormat::INT4][usize::from(how % 2)]);
+    let Ok(maps) = rotation::maps(Some(&artifact), [kv].into_iter()) else {
         return;
     };
     let options = DecodeOptions {
@@ -85,7 +86,7 @@ fuzz_target!(|data: &[u8]| {
             window: 1,
             ..Limits::new(Budget::Count(2))
         },
-        kv: KvType::both([RowFormat::F32, RowFormat::INT4][usize::from(how % 2)]),
+        kv,
         packed: Center::Median.into(),
         maps,
         granule: 64,

@@ -91,16 +91,12 @@ fn eval(args: &Args, follows: Option<&Artifact>, global: &Global) -> Result<()> 
     let methods: Vec<Box<dyn Method>> = entries.iter().map(method).collect::<Result<_>>()?;
     let options = |artifact| {
         let whole = Budget::Fraction(1.0);
-        let options = args.reading.options(whole, None, artifact, device.as_ref());
-        options.map(|options| {
-            let options = DecodeOptions {
-                granule: args.granule(),
-                ..options
-            };
-            match &head_plan {
-                Some(plan) => Reading::following(plan, options),
-                None => options,
-            }
+        let options = args
+            .reading
+            .options(whole, None, head_plan.as_ref(), artifact, device.as_ref());
+        options.map(|options| DecodeOptions {
+            granule: args.granule(),
+            ..options
         })
     };
     for other in artifacts.iter().skip(1) {

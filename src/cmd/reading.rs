@@ -127,23 +127,28 @@ impl Reading {
         Ok(artifact)
     }
 
-    /// Returns the options of a session; without --kv, its cache has type `usual`, if that is known.
+    /// Returns the options of a session; without --kv, its cache has type `usual`, if that is known. With a head plan, they have
+    /// its static set, and its budget and its formats if all KV heads have the same.
     pub(super) fn options(
         &self,
         budget: Budget,
         usual: Option<KvType>,
+        plan: Option<&Plan>,
         artifact: Option<&Artifact>,
         device: &dyn Device,
     ) -> Result<DecodeOptions> {
+        let own = Limits {
+            sinks: self.sinks,
+            window: self.window,
+            ..Limits::new(budget)
+        };
+        let kv = self.kv_type(usual, device);
+        let formats = plan.into_iter().flat_map(Plan::formats).chain([kv]);
         Ok(DecodeOptions {
-            limits: Limits {
-                sinks: self.sinks,
-                window: self.window,
-                ..Limits::new(budget)
-            },
-            kv: self.kv_type(usual, device),
+            limits: plan.map_or(own, |plan| plan.limits(budget)),
+            kv: plan.and_then(Plan::kv).unwrap_or(kv),
             packed: self.methods.0.selfindex.layout(artifact)?,
-            maps: self.maps(artifact)?,
+            maps: self.maps(artifact, formats)?,
             granule: CPU_GRANULE,
         })
     }
@@ -152,9 +157,9 @@ impl Reading {
     ///
     /// # Errors
     /// There is no section `rotation` although it was asked for; a damaged one.
-    fn maps(&self, artifact: Option<&Artifact>) -> Result<ModelMaps> {
+    fn maps(&self, artifact: Option<&Artifact>, formats: impl Iterator<Item = KvType>) -> Result<ModelMaps> {
         match self.rotation {
-            None => rotation::maps(artifact),
+            None => rotation::maps(artifact, formats),
             Some(RotationFlag::Hadamard) => Ok(ModelMaps::HADAMARD),
             Some(RotationFlag::None) => Ok(ModelMaps::IDENTITY),
             Some(RotationFlag::Artifact) => {
@@ -163,7 +168,7 @@ impl Reading {
                     Error::usage("--rotation artifact needs --artifact with the section `rotation`")
                         .hint("make an artifact with `kvsmith calibrate`, or use --rotation hadamard")
                 };
-                rotation::maps(Some(artifact.ok_or_else(missing)?))
+                rotation::maps(Some(artifact.ok_or_else(missing)?), formats)
             }
         }
     }
@@ -236,15 +241,6 @@ impl Reading {
             global.log().warn(&text);
         }
         Ok(method)
-    }
-
-    /// Returns the options with the static set of a head plan, and with its budget and its formats if all KV heads have the same.
-    pub(super) fn following(plan: &Plan, options: DecodeOptions) -> DecodeOptions {
-        DecodeOptions {
-            limits: plan.limits(options.limits.budget),
-            kv: plan.kv().unwrap_or(options.kv),
-            ..options
-        }
     }
 
     /// Returns what methods are prepared from.
@@ -331,9 +327,19 @@ impl Reading {
     /// without an artifact.
     pub(super) fn warn_of_unused(&self, methods: &[MethodName], plan: Option<&Plan>, global: &Global) {
         let own = self.kv.map(|kv| kv.kind);
-        let planned = plan.into_iter().flat_map(Plan::heads).map(|(_, _, head)| head.kv);
-        let mut formats = own.into_iter().chain(planned).flat_map(|kv| [kv.keys, kv.values]);
-        warn_of_methods(methods, formats.any(|format| format.has_signs()), global);
+        let planned = plan.into_iter().flat_map(Plan::formats);
+        let formats: Vec<KvType> = own.into_iter().chain(planned).collect();
+        let has_signs = |kv: &KvType| kv.keys.has_signs() || kv.values.has_signs();
+        warn_of_methods(methods, formats.iter().any(has_signs), global);
+        if self.rotation.is_some() && !formats.iter().any(|kv| kv.maps_rows()) {
+            let mapped = FORMATS.iter().filter(|format| format.maps_rows());
+            let mapped: Vec<&str> = mapped.map(|format| format.as_str()).collect();
+            let warning = format!(
+                "--rotation has no effect here: it applies to --kv {} only",
+                mapped.join(" or ")
+            );
+            global.log().warn(&warning);
+        }
         if self.force && self.artifact.is_none() {
             global.log().warn("--force has no effect without --artifact");
         }

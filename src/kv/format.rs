@@ -193,6 +193,11 @@ impl KvType {
         more(self.keys, Part::Keys) + more(self.values, Part::Values)
     }
 
+    /// Returns whether keys or values pass a map before they are rounded.
+    pub fn maps_rows(self) -> bool {
+        self.keys.maps_rows() || self.values.maps_rows()
+    }
+
     /// Returns whether rows are read back as they were first stored.
     pub fn keeps_rows(self) -> bool {
         self.keys.keeps_rows() && self.values.keeps_rows()

@@ -19,8 +19,8 @@ use crate::float::{f16_at_least, saturating_f16};
 use crate::parameters::Word;
 
 /// The part of the range of a group of channels, around its middle, that codes of some bits span; values beyond it are moved to
-/// its ends. Most values are near the middle, and get a smaller error. Found on calibration text of SmolLM2, for keys and values
-/// alike; less than this cuts the keys that attention needs most.
+/// its ends. Most values are near the middle, and get a smaller error. Chosen on development text of SmolLM2, for keys and
+/// values alike (docs/dev/caches.md); smaller parts cut the keys that attention needs most.
 const fn span(bits: usize) -> f32 {
     if bits == 4 { 0.97 } else { 0.8 }
 }
@@ -64,6 +64,10 @@ impl Format for LowBits {
 
     fn end_bytes(&self, d: usize) -> Option<usize> {
         Some(2 * d)
+    }
+
+    fn maps_rows(&self) -> bool {
+        true
     }
 
     fn cache(&self, _: Part, d: usize, capacity: usize, layout: Layout, map: &RowMap) -> Box<dyn RowCache> {

@@ -59,6 +59,11 @@ pub trait Format: Sync {
         None
     }
 
+    /// Returns whether rows pass a map before they are rounded.
+    fn maps_rows(&self) -> bool {
+        false
+    }
+
     /// Makes an empty cache with space for `capacity` rows of d channels; formats of few bits use `layout`, and those that map rows
     /// before they round them use `map`.
     fn cache(&self, part: Part, d: usize, capacity: usize, layout: Layout, map: &RowMap)

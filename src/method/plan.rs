@@ -79,6 +79,11 @@ impl Plan {
         layers.flat_map(|(layer, heads)| heads.iter().enumerate().map(move |(c, head)| (layer, c, head)))
     }
 
+    /// Lists the formats of every KV head.
+    pub fn formats(&self) -> impl Iterator<Item = KvType> {
+        self.heads().map(|(_, _, head)| head.kv)
+    }
+
     /// Lists the KV heads to change them.
     pub fn heads_mut(&mut self) -> impl Iterator<Item = &mut HeadPlan> {
         self.layers.iter_mut().flatten()

@@ -31,17 +31,19 @@ use ndarray::ArrayView2;
 
 use crate::artifact::Artifact;
 use crate::error::Result;
+use crate::kv::KvType;
 use crate::kv::map::{FittedMap, HeadMaps, ModelMaps, RowMap};
 use crate::stats::linalg;
 pub use section::{Form, KEYS, MEAN, RotationFitParams, RotationSection, SECTION};
 
-/// Reads the maps of an artifact's section `rotation`; checks its digests and values. Without the section, rows are rotated by a
-/// Hadamard matrix.
+/// Reads the maps of an artifact's section `rotation`, for caches in these formats; checks its digests and values. Without the
+/// section, or if no format maps rows, rows are rotated by a Hadamard matrix.
 ///
 /// # Errors
 /// A damaged section.
-pub fn maps(artifact: Option<&Artifact>) -> Result<ModelMaps> {
-    let Some(artifact) = artifact.filter(|artifact| artifact.has(SECTION)) else {
+pub fn maps(artifact: Option<&Artifact>, mut formats: impl Iterator<Item = KvType>) -> Result<ModelMaps> {
+    let with = artifact.filter(|artifact| artifact.has(SECTION));
+    let Some(artifact) = with.filter(|_| formats.any(KvType::maps_rows)) else {
         return Ok(ModelMaps::HADAMARD);
     };
     let section = artifact.checked_section(SECTION)?;

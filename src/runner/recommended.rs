@@ -36,7 +36,7 @@ pub fn recommended(
     let options = DecodeOptions {
         limits: plan.limits(Budget::USUAL),
         packed: params.selfindex.layout(Some(artifact))?,
-        maps: rotation::maps(Some(artifact))?,
+        maps: rotation::maps(Some(artifact), plan.formats())?,
         ..DecodeOptions::new(Budget::USUAL, plan.kv().unwrap_or(KvType::BF16))
     };
     Ok((plan.prepare(&ask)?, options))

@@ -75,6 +75,28 @@ pub fn eigen(a: ArrayView2<f64>) -> Result<Option<Eigen>> {
         .map(|(values, vectors)| (values.to_vec(), vectors)))
 }
 
+/// Computes what [`eigen`] does, with the largest eigenvalue first. The entry with the largest magnitude of every eigenvector is
+/// positive, so that the answer is unique.
+///
+/// # Errors
+/// There is too little memory for LAPACK.
+pub fn principal(a: ArrayView2<f64>) -> Result<Option<Eigen>> {
+    let Some((mut values, vectors)) = eigen(a)? else {
+        return Ok(None);
+    };
+    values.reverse();
+    let d = vectors.nrows();
+    let mut directions = Array2::zeros((d, d));
+    for (i, mut column) in directions.columns_mut().into_iter().enumerate() {
+        let vector = vectors.column(d - 1 - i);
+        let largest = vector
+            .iter()
+            .fold(0.0f64, |a, v| if v.abs() > a.abs() { *v } else { a });
+        column.assign(&(&vector * largest.signum()));
+    }
+    Ok(Some((values, directions)))
+}
+
 /// Inverts a matrix; `None` if it is singular.
 ///
 /// # Errors

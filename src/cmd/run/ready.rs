@@ -7,7 +7,7 @@ use super::turns::Turns;
 use crate::artifact::Artifact;
 use crate::cmd::args::Global;
 use crate::cmd::output;
-use crate::cmd::reading::{Reading, in_full};
+use crate::cmd::reading::in_full;
 use crate::compute::device::Device;
 use crate::cuda::ROWS;
 use crate::cuda::room::{Extent, Source};
@@ -38,13 +38,13 @@ impl Opened<'_> {
         let (reading, artifact) = (&self.args.reading, self.artifact);
         if let Some(plan) = setting.plan {
             let method = reading.planned(plan, artifact, self.decoder, self.global)?;
-            let options = reading.options(setting.budget, setting.kv, artifact, self.device)?;
-            return Ok((method, Reading::following(plan, options)));
+            let options = reading.options(setting.budget, setting.kv, Some(plan), artifact, self.device)?;
+            return Ok((method, options));
         }
         let params = reading.params();
         let (name, tail) = (setting.method, setting.tail);
         let method = reading.method(name, tail, params, artifact, self.decoder, self.global)?;
-        let options = reading.options(setting.budget, setting.kv, artifact, self.device)?;
+        let options = reading.options(setting.budget, setting.kv, None, artifact, self.device)?;
         Ok((method, options))
     }
 }

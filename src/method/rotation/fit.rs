@@ -89,7 +89,8 @@ impl RotationFit {
         let queries = &moments.sum_qq.index_axis(Axis(0), head) / count;
         let mut keys = (states.read.k)(head)?;
         states.rope.rotate_blocks(&mut keys, states.block_start)?;
-        let [kept, _] = self.rows.each_ref().map(|rows| keys.select(Axis(0), rows));
+        let [fit_rows, held_out] = &self.rows;
+        let kept = keys.select(Axis(0), fit_rows);
         let mean = match self.params.form {
             Form::Balanced => row_mean(kept.view()),
             Form::Orthogonal => Array1::zeros(d),
@@ -117,10 +118,8 @@ impl RotationFit {
             let rows = keys.select(Axis(0), &evenly(rows, MAX_ROWS));
             score_error(rows.view(), &queries, map, bits)
         };
-        let [fit_rows, held_out] = &self.rows;
-        let variance: f64 = (&queries * &spread.t()).sum();
         Ok(RotationQuality {
-            score_variance: variance,
+            score_variance: (&queries * &spread.t()).sum(),
             error_4: errors(fit_rows, &own, 4).unwrap_or(0.0),
             error_2: errors(fit_rows, &own, 2).unwrap_or(0.0),
             held_out_error_4: errors(held_out, &own, 4),
@@ -167,7 +166,7 @@ fn balanced(queries: &Array2<f64>, spread: &Array2<f64>) -> Result<Array2<f64>> 
         || Error::invalid("the moments of the queries and keys have no balanced form").hint(OUTLIERS);
     let l = linalg::cholesky(s.view())?.ok_or_else(failed)?;
     let inner = l.t().dot(&c).dot(&l);
-    let (values, directions) = sorted_eigen(&((&inner + &inner.t()) * 0.5))?.ok_or_else(failed)?;
+    let (values, directions) = linalg::principal(((&inner + &inner.t()) * 0.5).view())?.ok_or_else(failed)?;
     if values.iter().any(|value| *value <= 0.0) {
         return Err(failed());
     }
@@ -184,7 +183,7 @@ fn balanced(queries: &Array2<f64>, spread: &Array2<f64>) -> Result<Array2<f64>> 
 /// Computes `A = U H P`, `[d,d]`, for the moment S of the queries.
 fn orthogonal(queries: &Array2<f64>) -> Result<Array2<f64>> {
     let failed = || Error::invalid("the eigenvectors of the queries' moment did not converge").hint(OUTLIERS);
-    let (_, directions) = sorted_eigen(&ridged(queries, QUERY_RIDGE))?.ok_or_else(failed)?;
+    let (_, directions) = linalg::principal(ridged(queries, QUERY_RIDGE).view())?.ok_or_else(failed)?;
     let map = with_hadamard(directions);
     let mut reversed = map.clone();
     let mut first = 0;
@@ -198,25 +197,6 @@ fn orthogonal(queries: &Array2<f64>) -> Result<Array2<f64>> {
         first += 1 << bits;
     }
     Ok(reversed)
-}
-
-/// Returns the eigenvalues of a symmetric matrix, the largest first, and the eigenvectors as columns, whose largest entries are
-/// positive.
-fn sorted_eigen(matrix: &Array2<f64>) -> Result<Option<(Vec<f64>, Array2<f64>)>> {
-    let Some((mut values, vectors)) = linalg::eigen(matrix.view())? else {
-        return Ok(None);
-    };
-    values.reverse();
-    let d = vectors.nrows();
-    let mut sorted = Array2::zeros((d, d));
-    for (i, mut column) in sorted.columns_mut().into_iter().enumerate() {
-        let vector = vectors.column(d - 1 - i);
-        let largest = vector
-            .iter()
-            .fold(0.0f64, |a, v| if v.abs() > a.abs() { *v } else { a });
-        column.assign(&(&vector * largest.signum()));
-    }
-    Ok(Some((values, sorted)))
 }
 
 /// Multiplies every row by the Hadamard matrix.
@@ -261,15 +241,13 @@ mod tests {
             assert!(off.iter().all(|x| *x < 1e-6 * trace_of(&keys)), "{d}");
             assert!((trace_of(&keys) / trace_of(&c) - 1.0).abs() < 1e-6, "{d}");
             let error = trace_of(&queries) * trace_of(&keys);
-            let (values, _) = sorted_eigen(&{
-                let l = linalg::cholesky(s.view()).unwrap().unwrap();
-                l.t().dot(&c).dot(&l)
-            })
-            .unwrap()
-            .unwrap();
+            let l = linalg::cholesky(s.view()).unwrap().unwrap();
+            let values = linalg::eigenvalues(l.t().dot(&c).dot(&l).view())
+                .unwrap()
+                .unwrap();
             let least = values.iter().map(|x| x.sqrt()).sum::<f64>().powi(2);
             assert!((error / least - 1.0).abs() < 1e-6, "{d}: {error} {least}");
-            // A Hadamard rotation has more, and so has every map nearby.
+            // A Hadamard rotation has more, and so has this map with any column stretched.
             assert!(least < 0.9 * trace_of(&s) * trace_of(&c), "{d}");
             for i in 0..d {
                 let mut other = a.clone();

@@ -83,39 +83,39 @@ pub(super) struct RotationQuality {
 }
 
 impl RotationQuality {
-    /// Returns the error in 4 bits, divided by that of a Hadamard rotation, on held-out keys (calibration keys if there are
-    /// none).
+    /// Returns the error in 4 bits and that after a Hadamard rotation, on held-out keys (calibration keys if there are none).
+    fn in_4_bits(&self) -> [f64; 2] {
+        let held_out = self.held_out_error_4.zip(self.held_out_hadamard_error_4);
+        held_out.map_or([self.error_4, self.hadamard_error_4], Into::into)
+    }
+
+    /// Does what [`Self::in_4_bits`] does for 2 bits.
+    fn in_2_bits(&self) -> [f64; 2] {
+        let held_out = self.held_out_error_2.zip(self.held_out_hadamard_error_2);
+        held_out.map_or([self.error_2, self.hadamard_error_2], Into::into)
+    }
+
+    /// Returns an error as a share of the variance of the scores.
+    fn of_variance(&self, error: f64) -> Option<f64> {
+        (self.score_variance > 0.0).then(|| error / self.score_variance)
+    }
+
+    /// Returns the error in 4 bits, divided by that after a Hadamard rotation.
     pub fn ratio_4(&self) -> Option<f64> {
-        let own = self.held_out_error_4.unwrap_or(self.error_4);
-        let hadamard = self.held_out_hadamard_error_4.unwrap_or(self.hadamard_error_4);
-        (hadamard > 0.0).then(|| own / hadamard)
-    }
-
-    /// Does what [`Self::ratio_4`] does for 2 bits.
-    fn ratio_2(&self) -> Option<f64> {
-        let own = self.held_out_error_2.unwrap_or(self.error_2);
-        let hadamard = self.held_out_hadamard_error_2.unwrap_or(self.hadamard_error_2);
-        (hadamard > 0.0).then(|| own / hadamard)
-    }
-
-    /// Returns the error in 4 bits as a share of the variance of the scores.
-    fn share_4(&self) -> Option<f64> {
-        let own = self.held_out_error_4.unwrap_or(self.error_4);
-        (self.score_variance > 0.0).then(|| own / self.score_variance)
-    }
-
-    /// Does what [`Self::share_4`] does for 2 bits.
-    fn share_2(&self) -> Option<f64> {
-        let own = self.held_out_error_2.unwrap_or(self.error_2);
-        (self.score_variance > 0.0).then(|| own / self.score_variance)
+        ratio(self.in_4_bits())
     }
 }
 
+/// Divides the error of a map by that of a Hadamard rotation.
+fn ratio([own, hadamard]: [f64; 2]) -> Option<f64> {
+    (hadamard > 0.0).then(|| own / hadamard)
+}
+
 const COLUMNS: [Column<RotationQuality>; 4] = [
-    Column::new("4 bits", share, RotationQuality::share_4),
+    Column::new("4 bits", share, |q| q.of_variance(q.in_4_bits()[0])),
     Column::new("of Hadamard", share, RotationQuality::ratio_4),
-    Column::new("2 bits", share, RotationQuality::share_2),
-    Column::new("of Hadamard", share, RotationQuality::ratio_2),
+    Column::new("2 bits", share, |q| q.of_variance(q.in_2_bits()[0])),
+    Column::new("of Hadamard", share, |q| ratio(q.in_2_bits())),
 ];
 const LEGEND: &str = "(maps of keys: means over each layer's KV heads; squared error of scores from
 keys in 4 and 2 bits, as a share of the scores' variance and of the error after

@@ -278,18 +278,9 @@ fn directions(states: &LayerStates, keys: ArrayView2<f32>, metric: &Metric) -> R
     if !whitened.iter().all(|v| v.is_finite()) {
         return Err(Error::invalid("the second moment of the keys is not finite").hint(OUTLIERS));
     }
-    let (_, vectors) = linalg::eigen(whitened.view())?
+    let (_, directions) = linalg::principal(whitened.view())?
         .ok_or_else(|| Error::invalid("the eigenvectors of the whitened keys did not converge"))?;
-    let d = vectors.nrows();
-    let mut out = Array2::zeros((d, d));
-    for (i, mut column) in out.columns_mut().into_iter().enumerate() {
-        let vector = vectors.column(d - 1 - i);
-        let largest = vector
-            .iter()
-            .fold(0.0f64, |a, v| if v.abs() > a.abs() { *v } else { a });
-        column.assign(&vector.mapv(|v| (v * largest.signum()) as f32));
-    }
-    Ok(out)
+    Ok(directions.mapv(|v| v as f32))
 }
 
 /// Returns the sum of the squared entries of the product of rows and a map, in bounded memory.
