@@ -15,12 +15,14 @@ mean, H a Hadamard matrix. Keys are mapped as (k - m) A, or k A:
     balanced            A = L U D^-1/4 H, around m, with S = L L^T and L^T C L = U D U^T: the default of `kvsmith rotation`
     balanced, no mean   the same with E k^T k in place of C
     balanced, ridge X   the same as balanced, with X in place of 0.1 times the mean eigenvalue added to C
+    balanced, attended  the same as balanced, where half of C is of keys weighted by the mean squared attention that they get
 
 Values are mapped as v A:
 
     none, hadamard      as above
     oscar               A = U H, with the eigenvectors U of the mean of w v^T v, w = k S k^T
-    attended            the same, with w the mean squared attention that the value gets
+    attended            the same, with w the mean squared attention that the value gets: the default of `kvsmith rotation`
+    attended, mean      the same around the mean value, with these weights
     balanced            A = L U D^-1/4 H, with L L^T = I and the moment of `attended`
 
 `clip X` cuts rows to a part X of their range first. Three forms are those of others, keys and values alike:
@@ -91,7 +93,7 @@ def balanced(s, c, ridge=KEY_RIDGE):
     return factor @ vectors @ np.diag(values**-0.25) @ hadamard(len(s))
 
 
-def key_forms(keys, s, bits):
+def key_forms(keys, s, attended, bits):
     """Yields the name of each form of the keys, what is subtracted, the map and the clip ratio."""
     d = keys.shape[1]
     h, mean, wide = hadamard(d), keys.mean(0), keys.astype(np.float64)
@@ -106,6 +108,8 @@ def key_forms(keys, s, bits):
     yield "balanced", mean, balanced(s, c), 1.0
     yield f"balanced, clip {clip}", mean, balanced(s, c), clip
     yield f"balanced, no mean, clip {clip}", 0, balanced(s, second), clip
+    weighted = np.cov(wide.T, bias=True, aweights=attended)
+    yield f"balanced, attended, clip {clip}", mean, balanced(s, c / np.trace(c) + weighted / np.trace(weighted)), clip
     for other in OTHER_CLIPS[bits]:
         yield f"balanced, clip {other}", mean, balanced(s, c), other
     for ridge in (1e-4, 1.0):
@@ -113,20 +117,26 @@ def key_forms(keys, s, bits):
 
 
 def value_forms(values, keys, s, attended, bits):
-    """Yields the name of each form of the values, the map and the clip ratio."""
+    """Yields the name of each form of the values, what is subtracted, the map and the clip ratio."""
     d = values.shape[1]
     h, wide = hadamard(d), values.astype(np.float64)
     weights = np.einsum("ni,ij,nj->n", keys, s, keys)
     of_oscar = (wide * (weights / weights.mean())[:, None]).T @ wide / len(wide)
     of_attended = (wide * attended[:, None]).T @ wide
-    yield "none", np.eye(d), 1.0
-    yield "hadamard", h, 1.0
+    center = attended @ wide / attended.sum()
+    around = ((wide - center) * attended[:, None]).T @ (wide - center)
+    own = axes(of_attended)[1] @ h
+    yield "none", 0, np.eye(d), 1.0
+    yield "hadamard", 0, h, 1.0
     for clip in (CLIP[bits], *OTHER_CLIPS[bits]):
-        yield f"hadamard, clip {clip}", h, clip
-    yield "oscar", axes(of_oscar)[1] @ h, 1.0
-    yield f"oscar, clip {CLIP[bits]}", axes(of_oscar)[1] @ h, CLIP[bits]
-    yield "attended", axes(of_attended)[1] @ h, 1.0
-    yield "balanced", balanced(np.eye(d), of_attended), 1.0
+        yield f"hadamard, clip {clip}", 0, h, clip
+    yield "oscar", 0, axes(of_oscar)[1] @ h, 1.0
+    yield f"oscar, clip {CLIP[bits]}", 0, axes(of_oscar)[1] @ h, CLIP[bits]
+    yield "attended", 0, own, 1.0
+    for clip in (CLIP[bits], *OTHER_CLIPS[bits]):
+        yield f"attended, clip {clip}", 0, own, clip
+    yield f"attended, mean, clip {CLIP[bits]}", center, axes(around)[1] @ h, CLIP[bits]
+    yield f"balanced, clip {CLIP[bits]}", 0, balanced(np.eye(d), of_attended), CLIP[bits]
 
 
 def of_others(keys, values, bits):
@@ -184,7 +194,7 @@ def attended_by(queries, keys, starts):
         weights = attention(queries[:, start:end][:, steps], keys[start:end], steps)
         far = (np.arange(end - start) <= steps[:, None] - WINDOW) & (np.arange(end - start) >= SINKS)
         total[start:end] = ((weights * far) ** 2).sum((0, 1))
-    return total / total.sum()
+    return total
 
 
 def dumps(lab):
@@ -212,7 +222,7 @@ def main():
         for head in range(heads):
             keys = rotate(own["k_pre"][head], at, args.theta)
             queries = rotate(own["q_pre"][head * group : (head + 1) * group], at, args.theta)
-            weights = attended_by(queries, keys, blocks_of(calib))[fit]
+            weights = attended_by(queries, keys, blocks_of(calib))[fit].astype(np.float64)
             keys, values = keys[fit], own["v"][head][fit]
             s = moments["sum_qq_rope"][layer, head] / moments["count"][layer, head]
             for start, end in blocks_of(other):
@@ -222,11 +232,11 @@ def main():
                 q = rotate(theirs["q_pre"][head * group : (head + 1) * group, start:end], own_at, args.theta)
                 steps = np.linspace((end - start) // 2, end - start - 1, STEPS).astype(int)
                 for bits in (4, 2):
-                    for name, mean, a, clip in key_forms(keys, s, bits):
+                    for name, mean, a, clip in key_forms(keys, s, weights, bits):
                         e = error(q[:, steps], (k, v), (mapped(k, mean, a, bits, clip), v), steps)
                         found.setdefault(("keys", bits, name), []).append(e)
-                    for name, a, clip in value_forms(values, keys, s, weights / weights.sum(), bits):
-                        e = error(q[:, steps], (k, v), (k, mapped(v, 0, a, bits, clip)), steps)
+                    for name, mean, a, clip in value_forms(values, keys, s, weights, bits):
+                        e = error(q[:, steps], (k, v), (k, mapped(v, mean, a, bits, clip)), steps)
                         found.setdefault(("values", bits, name), []).append(e)
                     for name, own_k, own_v in of_others(k, v, bits):
                         for rows, read in (("keys", (own_k, v)), ("values", (k, own_v))):

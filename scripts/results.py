@@ -15,6 +15,7 @@ stopped run continues. The tables:
     wpq-bits          wpq with codes of 32 and 64 bits, on development text
     wpq-center        wpq around the path of the mean and around the mean: the error of the codes
     row-formats       what full attention loses with caches of each format
+    row-reads         what `wpq` loses over rows of each format, at equal bytes in lines of memory
 
 Unless a table says otherwise, text of one work is measured with artifacts that are calibrated on the other work. `--final`
 measures the final texts instead, which no other command opens: once per version of Cargo.toml, and each use is noted in
@@ -58,6 +59,10 @@ FITS_OF = {"codebook": "a2ats", "wpq": "wpq"}
 FORMATS = ("bf16", "int8", "int4", "k=int4,v=int2", "int2", "2bit")
 # Formats that are measured with a map of keys that is fitted to text, and those also with OSCAR's rotation.
 MAPPED, COMPARED = ("int4", "k=int4,v=int2", "int2"), ("int4", "int2")
+# Formats over which an index chooses rows.
+CHOSEN = ("bf16", "int8", "k=int8,v=int4", "int4")
+# Bytes of a line of memory, in which the reads of these rows are counted.
+LINE = 64
 FINAL_TEXTS = ("prose", "source", "dialogue")
 USES = "final-uses"
 # What a row keeps of the rows of `eval`.
@@ -309,6 +314,29 @@ class Results(Lab):
             rows += [kept(row) | {"kv": kv, "maps": form} for row in document["rows"]]
         return {"calibration": dict(self.fits), "length": 2048, "works": ["handbook"] * BLOCKS, **found, "rows": rows}
 
+    def row_reads(self):
+        """Measure what `wpq` and full attention lose over rows of each format; everything is fitted to the other work."""
+        found, works = [], self.long_blocks()
+        for work, documents_of in works.items():
+            text = self.tokens(f"row-reads-{work}", documents_of)
+            corpus = self.corpus_for(work)
+            artifact = self.packed(corpus, ("wpq", "rotation"))
+            fits = {corpus.name: self.fits[corpus.name]}
+            require_apart(fits, work)
+            rows, about = [], {}
+            for kv in CHOSEN:
+                # Full attention reads everything in the format, less than in bf16.
+                command = ["--artifact", artifact, "--tokens", text, "--max-tokens", 10**9, "--seq-len", 8192, "--methods", "full,wpq",
+                           "--reads", "0.025,0.05,1", "--granule", LINE, "--decode", 16, *self.losses_only()]
+                document = self.eval(f"row-reads-{work}-{re.sub(r'[^a-z0-9]+', '-', kv)}", command, [text, artifact], kv)
+                if (document["device"], document["kv"], document["rotation"], document["granule"]) != ("cpu", kv, "artifact", LINE):
+                    fail(f"`eval --kv {kv}` measured {document['kv']} with the maps {document['rotation']}", "report this")
+                about = about or conditions(document)
+                wanted = [row for row in document["rows"] if (row["method"] == "full") == (row["reads_target"] == 1)]
+                rows += [kept(row) | {"form": kv, "options": ""} for row in wanted]
+            found.append({"calibration": fits, **about, "rows": rows})
+        return {"length": 8192, "works": [work for work, of in works.items() for _ in of], **over_works(found)}
+
     def final(self):
         """Measure the final texts: yield the name and the document of each table."""
         def blocks(name, size, count):
@@ -323,7 +351,8 @@ class Results(Lab):
 
 TABLES = {"text": Results.short, "long": Results.long, "same": Results.same, "claims": Results.claims,
           "questions-4096": lambda of: of.questions(4096), "questions-8192": lambda of: of.questions(8192), "easy-4096": lambda of: of.easy(4096),
-          "wpq-bits": Results.wpq_bits, "wpq-center": Results.wpq_center, "row-formats": Results.row_formats}
+          "wpq-bits": Results.wpq_bits, "wpq-center": Results.wpq_center, "row-formats": Results.row_formats,
+          "row-reads": Results.row_reads}
 
 
 def of_artifact(rows, own, beside, same):

@@ -416,6 +416,20 @@ def format_table(document):
     return about + filled(["`--kv`", "map of keys", "bits per number", "with rows in 16 bits", "KL, nats (95%)", "99th percentile", "same top token"], rows)
 
 
+def reads_table(document):
+    """Return what full attention and `wpq` lose over rows of each format, beside the same over rows in bf16 that moves as many bytes."""
+    of_bf16 = {row["share"]: row for row in document["rows"] if row["form"] == "bf16"}
+    rows = []
+    for row in document["rows"]:
+        base = of_bf16[row["share"]]
+        is_compared = row["method"] != "full" and row is not base
+        beside = f"{row['kl'] / base['kl']:.2f}" + spread(ratio_interval(row["kl_by_block"], base["kl_by_block"]), 2) if is_compared else ""
+        rows.append([f"`{row['form']}`", f"`{row['method']}`", percent(row["bytes_moved_fraction"]), f"{row['kl']:.5f}" + spread(kl_interval(row), 5), beside])
+    works = ", ".join(dict.fromkeys(document["works"]))
+    about = f"{document['blocks']} blocks of {document['length']:,} tokens ({works}), {document['steps']} steps.\n\n"
+    return about + filled(["`--kv`", "method", "moved", "KL, nats (95%)", "KL over that in `bf16` (95%)"], rows)
+
+
 def format_time_table(document):
     """Return the time of a step with caches of each format: the median over the rounds, and the least and the most."""
     def cell(ms):

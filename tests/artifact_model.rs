@@ -248,6 +248,7 @@ fn values_that_are_not_finite_are_refused() {
         ("wpq.rotation", &wide[..], "wpq", 1),
         ("rotation.keys", &wide[..], "full --kv int4", 1),
         ("rotation.mean", &narrow[..], "full --kv int2", 1),
+        ("rotation.values", &wide[..], "full --kv k=int8,v=int2", 1),
         ("tail.shift", &wide[..], "topk --tail", 3),
         ("triattention.q_mean", &wide[..], "triattention", 3),
         ("triattention.q_abs", &narrow[..], "triattention", 3),
@@ -364,17 +365,19 @@ fn the_rotation_of_rows_is_that_of_the_artifact() {
     }
 }
 
-/// Maps of keys have an inverse and a known form.
+/// Maps have an inverse and a known form.
 #[test]
 fn maps_that_no_fit_gives_are_refused() {
     let files = Files::new("llama_default");
     let (art, crafted) = (files.calibrate(), files.scratch.path("crafted"));
-    with_values(&art, &crafted, "rotation.keys", &[0; 4 * 16 * 16]);
-    let culprit = "`rotation.keys` of layer 1, KV head 1 has no inverse";
-    files
-        .run(&crafted, "--method full --kv int4")
-        .fails(1, culprit, "damaged");
-    kvsmith(&format!("inspect --verify {crafted}")).fails(1, culprit, "damaged");
+    for tensor in ["rotation.values", "rotation.keys"] {
+        with_values(&art, &crafted, tensor, &[0; 4 * 16 * 16]);
+        let culprit = format!("`{tensor}` of layer 1, KV head 1 has no inverse");
+        files
+            .run(&crafted, "--method full --kv int4")
+            .fails(1, &culprit, "damaged");
+        kvsmith(&format!("inspect --verify {crafted}")).fails(1, &culprit, "damaged");
+    }
     // Caches in other formats do not read the section.
     files.run(&crafted, "--method full --kv bf16").ok();
     let unused = files

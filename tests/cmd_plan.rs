@@ -313,12 +313,12 @@ fn shards_take_what_arithmetic_by_hand_says() {
         );
 
         // Codewords in f16, mean, Cholesky factor, counts; signs: centroids, counts, scales, means; 64-bit quantisers
-        // of 64 directions: words in f16, both means, factor, all directions; maps of keys and means.
+        // of 64 directions: words in f16, both means, factor, all directions; maps of keys and values and means.
         assert_eq!(plan["codewords"], 1024);
         let a2ats = 1024 * 128 * 2 + 512 + 128 * 512 + 1024 * 4;
         let signs = 32 * 16 * 4 * 2 + 32 * 16 * 8 + 512 + 512;
         let wpq = 2 * 8 * 16 * 8 * 2 + 2 * 512 + 128 * 512 + 128 * 512;
-        let rotation = 128 * 512 + 512;
+        let rotation = 2 * 128 * 512 + 512;
         let per_query_head = (600 + 68 + 23) * 4 + 4 + 1;
         let results = layers * (8 * (a2ats + signs + wpq + rotation) + heads * per_query_head);
         let reports = 6500 + layers * (8 * 1150 + heads * 450);
@@ -327,8 +327,8 @@ fn shards_take_what_arithmetic_by_hand_says() {
         let sums_of_blocks = blocks * (2 * 1_048_576 + 64);
         let file = rows * n * 512 + sums_of_blocks;
         // Then keys: codebook 1, signs 2, priors 1, wpq 1, rotation 1, tail 1; and 1 to find constant heads, but not for the last
-        // two. Values: tail. Queries: priors and tail. Sums: codebook, wpq and rotation.
-        let then = (11 + 1) * 8 * n * 512 + 2 * heads * n * 512 + 3 * sums_of_blocks;
+        // two. Values: rotation and tail. Queries: priors, rotation and tail. Sums: codebook, wpq and rotation.
+        let then = (11 + 2) * 8 * n * 512 + 3 * heads * n * 512 + 3 * sums_of_blocks;
         let range = |layers_of: u64| {
             let written = packed * layers_of / layers;
             (

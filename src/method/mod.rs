@@ -13,6 +13,7 @@ pub mod declaration;
 pub mod doublesparsity;
 pub mod full;
 pub mod h2o;
+mod late_rows;
 pub mod lfps;
 pub mod named;
 pub mod params;

@@ -1,4 +1,4 @@
-//! Maps of cached keys for formats of 4 and 2 bits: calibrated, so that scores lose little.
+//! Maps of cached keys and values for formats of 4 and 2 bits: calibrated, so that attention loses little.
 //!
 //! Keys k are stored as codes of `(k - m) A`, and queries are multiplied by the inverse transpose of A, so that no score
 //! changes before codes are rounded. Rounding gives every channel the same error, in proportion to the spread of the channels:
@@ -19,9 +19,15 @@
 //! - `orthogonal`: `A = U H P` with the eigenvectors U of S, the Hadamard matrix H and the bit reversal P, without a mean: the
 //!   keys' rotation of OSCAR (arXiv 2605.17757).
 //!
+//! Values v are stored as codes of `v B`. The error of the output of attention is the sum of the values' errors, each times an
+//! attention weight a, so values count by a^2: `B = U H P` with the eigenvectors U of E a^2 v^T v, where a is the attention
+//! that sampled queries, late in their blocks, pay to the value (`balanced`), or with the weight k S k^T in place of a^2
+//! (`orthogonal`, as OSCAR). A few attended values have large components along a few directions; H spreads these evenly.
+//!
 //! Moments are those of rotated queries and keys; the first positions of every block, which caches keep in 16 bits, take no
-//! part. Values, which lose far less, are rotated by a Hadamard matrix whatever the artifact (docs/dev/caches.md).
+//! part. Weighing keys by attention as well made scores of attended keys better, and predictions not (docs/dev/caches.md).
 
+mod attended;
 mod fit;
 mod section;
 
@@ -29,12 +35,12 @@ use std::sync::Arc;
 
 use ndarray::ArrayView2;
 
-use crate::artifact::Artifact;
+use crate::artifact::{Artifact, SectionView};
 use crate::error::Result;
 use crate::kv::KvType;
 use crate::kv::map::{FittedMap, HeadMaps, ModelMaps, RowMap};
 use crate::stats::linalg;
-pub use section::{Form, KEYS, MEAN, RotationFitParams, RotationSection, SECTION};
+pub use section::{Form, KEYS, MEAN, RotationFitParams, RotationSection, SECTION, VALUES};
 
 /// Reads the maps of an artifact's section `rotation`, for caches in these formats; checks its digests and values. Without the
 /// section, or if no format maps rows, rows are rotated by a Hadamard matrix.
@@ -46,25 +52,37 @@ pub fn maps(artifact: Option<&Artifact>, mut formats: impl Iterator<Item = KvTyp
     let Some(artifact) = with.filter(|_| formats.any(KvType::maps_rows)) else {
         return Ok(ModelMaps::HADAMARD);
     };
-    let section = artifact.checked_section(SECTION)?;
-    let d = artifact.sizes.head_dim;
-    let (keys, means) = (section.read::<f32>(KEYS)?, section.read::<f32>(MEAN)?);
-    let heads = keys.chunks_exact(d * d).zip(means.chunks_exact(d));
-    let maps = heads.enumerate().map(|(head, (map, mean))| {
-        let singular = || section.damaged(format!("`{KEYS}` of {} has no inverse", section.kv_head(head)));
-        let map = fitted(map, mean).transpose().ok_or_else(singular)??;
-        Ok(HeadMaps {
-            keys: map,
-            values: RowMap::Hadamard,
-        })
-    });
     Ok(ModelMaps::Heads {
         n_kv_heads: artifact.sizes.n_kv_heads,
-        maps: maps.collect::<Result<_>>()?,
+        maps: section_maps(&artifact.checked_section(SECTION)?)?,
     })
 }
 
-/// Makes the map of a head from A, `[d,d]`, and m, `[d]`; `None` if A has no inverse.
+/// Reads the maps of all heads.
+///
+/// # Errors
+/// A map without an inverse.
+fn section_maps(section: &SectionView) -> Result<Arc<[HeadMaps]>> {
+    let d = section.artifact.sizes.head_dim;
+    let [keys, means, values] = [KEYS, MEAN, VALUES].map(|name| section.read::<f32>(name));
+    let (keys, means, values) = (keys?, means?, values?);
+    let heads = keys.chunks_exact(d * d).zip(means.chunks_exact(d));
+    let heads = heads.zip(values.chunks_exact(d * d)).enumerate();
+    let maps = heads.map(|(head, ((keys, mean), values))| {
+        let read = |name: &str, map: &[f32], mean: &[f32]| {
+            let singular =
+                || section.damaged(format!("`{name}` of {} has no inverse", section.kv_head(head)));
+            fitted(map, mean)?.ok_or_else(singular)
+        };
+        Ok(HeadMaps {
+            keys: read(KEYS, keys, mean)?,
+            values: read(VALUES, values, &vec![0.0; d])?,
+        })
+    });
+    maps.collect()
+}
+
+/// Makes the map `x -> (x - mean) A` from A, `[d,d]`, and the mean, `[d]`; `None` if A has no inverse.
 fn fitted(map: &[f32], mean: &[f32]) -> Result<Option<RowMap>> {
     let d = mean.len();
     let wide = ArrayView2::from_shape((d, d), map)?.mapv(f64::from);

@@ -15,7 +15,6 @@
 
 mod choices;
 mod fit;
-mod sample;
 mod section;
 
 use std::ops::Range;

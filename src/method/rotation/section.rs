@@ -1,10 +1,10 @@
-//! The section `rotation`: a map of the keys of each KV head.
+//! The section `rotation`: maps of the keys and values of each KV head.
 
 use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value};
 
-use super::fit::{KEY_RIDGE, QUERY_RIDGE, RotationFit};
-use super::fitted;
+use super::fit::{KEY_RIDGE, MAX_QUERIES, QUERY_RIDGE, RotationFit};
+use super::section_maps;
 use crate::artifact::{
     Column, Facts, Fit, FitInput, HeadReport, MomentsRead, SectionKind, SectionView, parse, share, table,
 };
@@ -22,13 +22,15 @@ pub const SECTION: &str = "rotation";
 pub const KEYS: &str = "rotation.keys";
 /// What is subtracted from rotated keys before A.
 pub const MEAN: &str = "rotation.mean";
+/// The map of values, by rows.
+pub const VALUES: &str = "rotation.values";
 
 choices! {
-    /// The form of the map.
+    /// The form of the maps.
     pub enum Form {
-        /// The linear map whose score error is least, around the mean of the keys. Loses least.
+        /// The linear map of keys whose score error is least, around their mean; values weighted by attention. Loses least.
         Balanced = "balanced",
-        /// The rotation of OSCAR (arXiv 2605.17757): along the eigenvectors of the queries' moment.
+        /// The rotations of OSCAR (arXiv 2605.17757): along the eigenvectors of the queries' moment, and of scored values.
         Orthogonal = "orthogonal",
     }
 }
@@ -42,6 +44,8 @@ pub(super) struct RotationParams {
     sinks: usize,
     query_ridge: f64,
     key_ridge: f64,
+    max_queries: usize,
+    max_held_out_queries: usize,
     rope_space: String,
     h_pool: String,
 }
@@ -53,6 +57,8 @@ impl RotationParams {
             sinks: SINKS,
             query_ridge: QUERY_RIDGE,
             key_ridge: KEY_RIDGE,
+            max_queries: MAX_QUERIES[0],
+            max_held_out_queries: MAX_QUERIES[1],
             rope_space: "post".to_owned(),
             h_pool: "kv-head-sum".to_owned(),
         }
@@ -62,7 +68,7 @@ impl RotationParams {
 parameters! {
     /// The parameters of the fit.
     pub struct RotationFitParams, "Section rotation" {
-        /// The form of the map of keys for --kv int4 and int2
+        /// The form of the maps for --kv int4 and int2
         rotation_form: Form = Form::Balanced, "NAME" in Values::OneOf(Form::WORDS);
     }
 }
@@ -70,56 +76,84 @@ parameters! {
 /// The quality report of a KV head, as docs/reference/artifact.md defines it.
 #[derive(Serialize, Deserialize)]
 pub(super) struct RotationQuality {
-    pub score_variance: f64,
-    pub error_4: f64,
-    pub error_2: f64,
-    pub held_out_error_4: Option<f64>,
-    pub held_out_error_2: Option<f64>,
-    pub hadamard_error_4: f64,
-    pub hadamard_error_2: f64,
-    pub held_out_hadamard_error_4: Option<f64>,
-    pub held_out_hadamard_error_2: Option<f64>,
     pub keys: usize,
+    pub queries: usize,
+    pub key_errors: Option<Rounding>,
+    pub held_out_key_errors: Option<Rounding>,
+    pub value_errors: Option<Rounding>,
+    pub held_out_value_errors: Option<Rounding>,
+}
+
+/// Errors of rows that are read back from 4 and 2 bits, with the fitted map and with a Hadamard rotation.
+#[derive(Clone, Copy, Serialize, Deserialize)]
+pub(super) struct Rounding {
+    pub bits_4: f64,
+    pub bits_2: f64,
+    pub hadamard_4: f64,
+    pub hadamard_2: f64,
 }
 
 impl RotationQuality {
-    /// Returns the error in 4 bits and that after a Hadamard rotation, on held-out keys (calibration keys if there are none).
-    fn in_4_bits(&self) -> [f64; 2] {
-        let held_out = self.held_out_error_4.zip(self.held_out_hadamard_error_4);
-        held_out.map_or([self.error_4, self.hadamard_error_4], Into::into)
+    /// Returns the errors of held-out keys (calibration keys if there are none).
+    fn of_keys(&self) -> Option<Rounding> {
+        self.held_out_key_errors.or(self.key_errors)
     }
 
-    /// Does what [`Self::in_4_bits`] does for 2 bits.
-    fn in_2_bits(&self) -> [f64; 2] {
-        let held_out = self.held_out_error_2.zip(self.held_out_hadamard_error_2);
-        held_out.map_or([self.error_2, self.hadamard_error_2], Into::into)
+    /// Returns the errors of values that held-out queries attend (those of the fit if there are none).
+    fn of_values(&self) -> Option<Rounding> {
+        self.held_out_value_errors.or(self.value_errors)
     }
 
-    /// Returns an error as a share of the variance of the scores.
-    fn of_variance(&self, error: f64) -> Option<f64> {
-        (self.score_variance > 0.0).then(|| error / self.score_variance)
+    /// Returns the error of keys in 4 bits, divided by that after a Hadamard rotation.
+    fn ratio_of_keys(&self) -> Option<f64> {
+        self.of_keys().map(Rounding::ratio_4)
     }
 
+    /// Says in a line what the maps gain.
+    pub fn line(&self) -> Option<String> {
+        let part = |name: &str, errors: Option<Rounding>| Some(format!("{name} {:.2}", errors?.ratio_4()));
+        let parts = [part("keys", self.of_keys()), part("values", self.of_values())];
+        let parts: Vec<String> = parts.into_iter().flatten().collect();
+        let line = || {
+            format!(
+                "error in 4 bits, of that of a Hadamard rotation: {}",
+                parts.join(", ")
+            )
+        };
+        (!parts.is_empty()).then(line)
+    }
+}
+
+impl Rounding {
     /// Returns the error in 4 bits, divided by that after a Hadamard rotation.
-    pub fn ratio_4(&self) -> Option<f64> {
-        ratio(self.in_4_bits())
+    fn ratio_4(self) -> f64 {
+        ratio(self.bits_4, self.hadamard_4)
+    }
+
+    /// Does what [`Self::ratio_4`] does for 2 bits.
+    fn ratio_2(self) -> f64 {
+        ratio(self.bits_2, self.hadamard_2)
     }
 }
 
-/// Divides the error of a map by that of a Hadamard rotation.
-fn ratio([own, hadamard]: [f64; 2]) -> Option<f64> {
-    (hadamard > 0.0).then(|| own / hadamard)
+/// Divides an error by another; 1 if both are 0.
+fn ratio(own: f64, other: f64) -> f64 {
+    if own == other { 1.0 } else { own / other }
 }
 
-const COLUMNS: [Column<RotationQuality>; 4] = [
-    Column::new("4 bits", share, |q| q.of_variance(q.in_4_bits()[0])),
-    Column::new("of Hadamard", share, RotationQuality::ratio_4),
-    Column::new("2 bits", share, |q| q.of_variance(q.in_2_bits()[0])),
-    Column::new("of Hadamard", share, |q| ratio(q.in_2_bits())),
+const COLUMNS: [Column<RotationQuality>; 6] = [
+    Column::new("K4", share, |q| Some(q.of_keys()?.bits_4)),
+    Column::new("of H", share, RotationQuality::ratio_of_keys),
+    Column::new("K2", share, |q| Some(q.of_keys()?.bits_2)),
+    Column::new("of H", share, |q| Some(q.of_keys()?.ratio_2())),
+    Column::new("V2", share, |q| Some(q.of_values()?.bits_2)),
+    Column::new("of H", share, |q| Some(q.of_values()?.ratio_2())),
 ];
-const LEGEND: &str = "(maps of keys: means over each layer's KV heads; squared error of scores from
-keys in 4 and 2 bits, as a share of the scores' variance and of the error after
-a Hadamard rotation, on held-out keys if there are any)
+const LEGEND: &str = "(maps: means over each layer's KV heads; K4, K2: squared error of scores with
+keys that are read back from 4 and 2 bits, as a share of the scores' variance;
+V2: of values in 2 bits, weighted by their squared attention, as a share of the
+values' variance; of H: that error over the error after a Hadamard rotation; on
+held-out keys and with held-out queries if there are any)
 ";
 
 /// The declaration of the section.
@@ -131,11 +165,11 @@ impl SectionKind for RotationSection {
         &Facts {
             name: SECTION,
             command: SECTION,
-            about: "Fit the maps of keys for ⟨kv=int4⟩ and ⟨kv=int2⟩ to a dump",
-            stage: "maps of keys",
+            about: "Fit the maps of keys and values for ⟨kv=int4⟩ and ⟨kv=int2⟩ to a dump",
+            stage: "maps of rows",
             moments: MomentsRead::Own,
-            reads_queries: false,
-            reads_values: false,
+            reads_queries: true,
+            reads_values: true,
             cpu_only: true,
             position_bound: true,
             on_request: false,
@@ -161,27 +195,19 @@ impl SectionKind for RotationSection {
         Ok(vec![
             Spec::new::<f32>(KEYS, &[l, g, d, d]),
             Spec::new::<f32>(MEAN, &[l, g, d]),
+            Spec::new::<f32>(VALUES, &[l, g, d, d]),
         ])
     }
 
     /// Checks that every map has an inverse in f32.
     fn check(&self, section: &SectionView) -> Result<()> {
-        let d = section.artifact.sizes.head_dim;
-        let (keys, mean) = (section.read::<f32>(KEYS)?, section.read::<f32>(MEAN)?);
-        let heads = keys.chunks_exact(d * d).zip(mean.chunks_exact(d));
-        for (head, (map, mean)) in heads.enumerate() {
-            if fitted(map, mean)?.is_none() {
-                let head = section.kv_head(head);
-                return Err(section.damaged(format!("`{KEYS}` of {head} has no inverse")));
-            }
-        }
-        Ok(())
+        section_maps(section).map(drop)
     }
 
     fn describe(&self, section: &SectionView) -> Result<String> {
         let params: RotationParams = section.params()?;
         let form = params.form.as_str();
-        Ok(format!("{form} maps of keys for int4 and int2"))
+        Ok(format!("{form} maps of keys, maps of values, for int4 and int2"))
     }
 
     fn table(&self, reports: &[HeadReport]) -> Result<String> {
@@ -190,7 +216,7 @@ impl SectionKind for RotationSection {
 
     /// Lists the heads whose maps gain least over a Hadamard rotation.
     fn weak_heads(&self, _: &SectionView, reports: &[HeadReport]) -> Result<String> {
-        let heading = "rotation, worst heads (score error in 4 bits, of that after a Hadamard rotation)";
-        worst_of(heading, reports, RotationQuality::ratio_4)
+        let heading = "rotation, worst heads (error of keys in 4 bits, of that after a Hadamard rotation)";
+        worst_of(heading, reports, RotationQuality::ratio_of_keys)
     }
 }

@@ -1,11 +1,9 @@
 //! The fit of the shifts of a layer.
 
-use ndarray::Array2;
 use rayon::prelude::*;
 use serde_json::{Map, Value, json};
 
 use super::choices::{Errors, RULES, Row};
-use super::sample::Sample;
 use super::section::{SHIFT, SHIFTS, TailParams, TailSection, USED};
 use crate::artifact::{Fit, FitText, HeadDone, LayerPart, LayerStates, Report, SectionKind, object};
 use crate::compute::layout::elements;
@@ -13,6 +11,7 @@ use crate::env;
 use crate::error::{Error, Result};
 use crate::kv::StaticSet;
 use crate::kv::static_set::{SINKS, WINDOW};
+use crate::method::late_rows::LateRows;
 use crate::model::rope::RopeTable;
 use crate::stats::seeds::head_seed;
 
@@ -22,7 +21,7 @@ use crate::stats::seeds::head_seed;
 /// which any rule's ratio exceeds 1 are excluded. Of the others, a query head gets the shift with the smallest sum of
 /// ratios over the rules, if this sum is lower than without a tail; the lowest shift wins a tie.
 pub(super) struct TailFit {
-    pub sample: Sample,
+    pub sample: LateRows,
     pub seed: u64,
 }
 
@@ -88,7 +87,7 @@ impl TailFit {
         table: &RopeTable,
         kv_head: usize,
     ) -> Result<Vec<Vec<Vec<Errors>>>> {
-        let (r, d) = (states.sizes.group(), states.sizes.head_dim);
+        let d = states.sizes.head_dim;
         let mut keys = (states.read.k)(kv_head)?;
         states.rope.rotate_blocks(&mut keys, states.block_start)?;
         let values = (states.read.v)(kv_head)?;
@@ -97,16 +96,7 @@ impl TailFit {
                 "internal: a fit reads values that it did not ask for",
             ));
         }
-        let heads = kv_head * r..(kv_head + 1) * r;
-        let scale = 1.0 / (d as f32).sqrt();
-        let queries = heads.map(|head| {
-            let mut queries = (states.read.q)(head)?;
-            self.sample
-                .blocks
-                .rotate(&mut queries, &self.sample.rows, table, scale)?;
-            Ok(queries)
-        });
-        let queries: Vec<Array2<f32>> = queries.collect::<Result<_>>()?;
+        let queries = self.sample.queries(states, table, kv_head)?;
         let (keys, values) = (elements(&keys), elements(&values));
         let (window, seed) = (states.window, head_seed(self.seed, states.layer, kv_head));
         let of_row = |(i, row): (usize, &usize)| {

@@ -5,12 +5,12 @@ use serde_json::{Map, Value};
 
 use super::choices::RULES;
 use super::fit::TailFit;
-use super::sample::{MAX_HELD_OUT_ROWS, MAX_ROWS, Sample};
 use crate::artifact::{
     Column, Facts, Fit, FitInput, HeadReport, MomentsRead, SectionKind, SectionView, parse, share, table,
 };
 use crate::error::{Error, Result};
 use crate::kv::static_set::{SINKS, WINDOW};
+use crate::method::late_rows::LateRows;
 use crate::method::weak::worst_of;
 use crate::model::Sizes;
 use crate::store::Spec;
@@ -22,6 +22,11 @@ pub const SECTION: &str = "tail";
 pub const SHIFT: &str = "tail.shift";
 /// Whether each query head has a tail: 1 or 0.
 pub const USED: &str = "tail.used";
+
+/// The most rows that a fit takes.
+const MAX_ROWS: usize = 512;
+/// The most held-out rows on which quality is reported.
+const MAX_HELD_OUT_ROWS: usize = 256;
 
 /// The shifts that a fit tries, ascending.
 pub(super) const SHIFTS: [f64; 13] = [
@@ -130,7 +135,7 @@ impl SectionKind for TailSection {
     }
 
     fn fit(&self, _: Map<String, Value>, input: &FitInput) -> Result<Box<dyn Fit>> {
-        let sample = Sample::new(input.block_start, input.kept);
+        let sample = LateRows::new(input.block_start, input.kept, [MAX_ROWS, MAX_HELD_OUT_ROWS]);
         if sample.n_kept() == 0 {
             input.reporter.warn(&format!(
                 "the blocks are too short for tails, so no head gets one; give documents of more than {} tokens, or a larger ⟨seq_len⟩",
