@@ -73,8 +73,8 @@ fn calibrate(device: &str, fit: &str, output: &str) -> Value {
         .any(|line| line.starts_with(&format!("device: {device} (")));
     assert_eq!(noted, device != "cpu", "{}", done.stderr);
     let told = match device {
-        "cuda" => "the priors, the maps of keys and the tails run on the CPU",
-        _ => "the model, the priors, the maps of keys and the tails run on the CPU",
+        "cuda" => "the priors, the maps of rows and the tails run on the CPU",
+        _ => "the model, the priors, the maps of rows and the tails run on the CPU",
     };
     assert_eq!(done.stderr.contains(told), device != "cpu", "{}", done.stderr);
     json!(Artifact::open(output.as_ref(), SECTIONS).unwrap().manifest)

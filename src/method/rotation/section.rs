@@ -207,7 +207,7 @@ impl SectionKind for RotationSection {
     fn describe(&self, section: &SectionView) -> Result<String> {
         let params: RotationParams = section.params()?;
         let form = params.form.as_str();
-        Ok(format!("{form} maps of keys, maps of values, for int4 and int2"))
+        Ok(format!("{form} maps of keys and values for int4 and int2"))
     }
 
     fn table(&self, reports: &[HeadReport]) -> Result<String> {
@@ -216,7 +216,7 @@ impl SectionKind for RotationSection {
 
     /// Lists the heads whose maps gain least over a Hadamard rotation.
     fn weak_heads(&self, _: &SectionView, reports: &[HeadReport]) -> Result<String> {
-        let heading = "rotation, worst heads (error of keys in 4 bits, of that after a Hadamard rotation)";
+        let heading = "rotation, worst heads (error of keys in 4 bits over that with a Hadamard map)";
         worst_of(heading, reports, RotationQuality::ratio_of_keys)
     }
 }
