@@ -300,19 +300,23 @@ class Results(Lab):
         corpus = self.corpus_for("handbook")
         maps = {form: self.checked(corpus, self.form(corpus, "rotation", f"--rotation-form {form}")) for form in ("balanced", "orthogonal")}
         require_apart(self.fits, "handbook")
-        forms = [(kv, "hadamard") for kv in FORMATS] + [(kv, "balanced") for kv in MAPPED] + [(kv, "orthogonal") for kv in COMPARED]
         rows, found = [], {}
-        for kv, form in forms:
+        for form, formats in (("hadamard", FORMATS), ("balanced", MAPPED), ("orthogonal", COMPARED)):
             artifact = [maps[form]] if form in maps else []
             flags = ["--artifact", *artifact] if artifact else ["--rotation", form]
             command = [*flags, "--tokens", text, "--max-tokens", 10**9, "--seq-len", 2048, "--methods", "full", "--decode", 32, *self.losses_only()]
-            document = self.eval(f"row-formats-{form}-{re.sub(r'[^a-z0-9]+', '-', kv)}", command, [text, *artifact], kv)
-            measured = document["device"], document["kv"], document["rotation"], len(document["artifacts"])
-            if measured != ("cpu", kv, "artifact" if artifact else form, len(artifact)):
-                fail(f"`eval --kv {kv}` with the maps {form} measured {measured}", "report this")
+            document, of_form = self.in_formats(f"row-formats-{form}", formats, command, [text, *artifact], "artifact" if artifact else form)
             found = found or conditions(document)
-            rows += [kept(row) | {"kv": kv, "maps": form} for row in document["rows"]]
+            rows += [kept(row) | {"kv": kv, "maps": form} for kv, row in of_form]
         return {"calibration": dict(self.fits), "length": 2048, "works": ["handbook"] * BLOCKS, **found, "rows": rows}
+
+    def in_formats(self, name, formats, command, inputs, rotation):
+        """Return the document of an `eval` of caches of several formats, and its rows, each with its format."""
+        first, *others = formats
+        document = self.eval(name, [*command, *(word for kv in others for word in ("--also-kv", kv))], inputs, first)
+        if (document["device"], document["kv"], document["rotation"], document["granule"]) != ("cpu", first, rotation, LINE):
+            fail(f"`eval --kv {first}` measured {document['kv']} with the maps {document['rotation']} on {document['device']}", "report this")
+        return document, [(row.get("kv", first), row) for row in document["rows"]]
 
     def row_reads(self):
         """Measure what `wpq` and full attention lose over rows of each format; everything is fitted to the other work."""
@@ -323,18 +327,12 @@ class Results(Lab):
             artifact = self.packed(corpus, ("wpq", "rotation"))
             fits = {corpus.name: self.fits[corpus.name]}
             require_apart(fits, work)
-            rows, about = [], {}
-            for kv in CHOSEN:
-                # Full attention reads everything in the format, less than in bf16.
-                command = ["--artifact", artifact, "--tokens", text, "--max-tokens", 10**9, "--seq-len", 8192, "--methods", "full,wpq",
-                           "--reads", "0.025,0.05,1", "--granule", LINE, "--decode", 16, *self.losses_only()]
-                document = self.eval(f"row-reads-{work}-{re.sub(r'[^a-z0-9]+', '-', kv)}", command, [text, artifact], kv)
-                if (document["device"], document["kv"], document["rotation"], document["granule"]) != ("cpu", kv, "artifact", LINE):
-                    fail(f"`eval --kv {kv}` measured {document['kv']} with the maps {document['rotation']}", "report this")
-                about = about or conditions(document)
-                wanted = [row for row in document["rows"] if (row["method"] == "full") == (row["reads_target"] == 1)]
-                rows += [kept(row) | {"form": kv, "options": ""} for row in wanted]
-            found.append({"calibration": fits, **about, "rows": rows})
+            # Full attention reads everything in the format, less than in bf16.
+            command = ["--artifact", artifact, "--tokens", text, "--max-tokens", 10**9, "--seq-len", 8192, "--methods", "full,wpq",
+                       "--reads", "0.025,0.05,1", "--granule", LINE, "--decode", 16, *self.losses_only()]
+            document, rows = self.in_formats(f"row-reads-{work}", CHOSEN, command, [text, artifact], "artifact")
+            rows = [kept(row) | {"form": kv, "options": ""} for kv, row in rows if (row["method"] == "full") == (row["reads_target"] == 1)]
+            found.append({"calibration": fits, **conditions(document), "rows": rows})
         return {"length": 8192, "works": [work for work, of in works.items() for _ in of], **over_works(found)}
 
     def final(self):

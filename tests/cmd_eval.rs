@@ -873,6 +873,52 @@ fn other_flags_beside_a_method_give_what_they_give_alone() {
     );
 }
 
+/// Later turns see earlier rows as each cache rounds them, and every cache has an index of its own.
+#[test]
+fn formats_beside_one_give_what_they_give_alone() {
+    let model = Model::new("llama_default", &[90, 70]);
+    let eval = |options: &str| -> Value {
+        model.eval(&format!(
+            "--methods wpq,topk,full --budgets 6 --turns 2 --decode 12 --sinks 1 --window 3 {options}"
+        ))
+    };
+    let rows = |json: &Value| json["rows"].as_array().unwrap().clone();
+    let formats = ["f32", "int8", "k=int4,v=int2", "2bit"];
+    let others: Vec<String> = formats[1..].iter().map(|kv| format!("--also-kv {kv}")).collect();
+    let together = eval(&format!("--kv {} {}", formats[0], others.join(" ")));
+    let found = rows(&together);
+    assert_eq!(found.len(), 3 * formats.len());
+    for (place, (kv, found)) in formats.iter().zip(found.chunks(3)).enumerate() {
+        let alone = rows(&eval(&format!("--kv {kv}")));
+        for (row, alone) in found.iter().zip(&alone) {
+            assert_eq!(row["method"], alone["method"]);
+            let flags = (place > 0).then(|| format!("--kv {kv}"));
+            assert_eq!(
+                (&row["flags"], &row["kv"]),
+                (&json!(flags), &json!(flags.map(|_| kv)))
+            );
+            for key in [
+                "kl",
+                "recall",
+                "output_error",
+                "bytes_read_fraction",
+                "index_bits_per_token",
+            ] {
+                let [own, alone] = [row, alone].map(|row| row[key].as_f64().unwrap());
+                // Rows of the model's products are summed in another order beside others.
+                assert!((own - alone).abs() <= 1e-5, "{kv}: {key} {own}, alone {alone}");
+            }
+        }
+    }
+    let [of_f32, of_int8, of_few] = [2, 5, 8].map(|full| found[full]["kl"].as_f64().unwrap());
+    assert!(
+        of_f32 < of_int8 && of_int8 < of_few,
+        "{of_f32} {of_int8} {of_few}"
+    );
+    assert_eq!(together["kv"], "f32");
+    assert_eq!(together["differences"][2]["flags"], json!([null, "--kv int8"]));
+}
+
 #[test]
 fn threads_change_nothing() {
     let model = Model::new("qwen2_sliding", &[60, 40]);

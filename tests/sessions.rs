@@ -346,6 +346,7 @@ fn an_evaluation_tells_its_progress() {
             method: method.as_ref(),
             number: 0,
             budget: Budget::Count(count),
+            kv: None,
         });
         let forward = Box::new(CpuForward::new(&model.decoder).unwrap());
         let mut evaluation = Evaluation::new(forward, variants.into(), options);

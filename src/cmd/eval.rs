@@ -70,7 +70,8 @@ fn eval(args: &Args, follows: Option<&Artifact>, global: &Global) -> Result<()> 
     }
     let planned = head_plan.iter().flat_map(Plan::methods);
     let named: Vec<MethodName> = args.named().map(|named| named.method).chain(planned).collect();
-    args.reading.warn_of_unused(&named, head_plan.as_ref(), global);
+    args.reading
+        .warn_of_unused(&named, head_plan.as_ref(), &args.also_kv, global);
     args.warn_of_unused(head_plan.is_some(), global);
     let artifacts = args.artifacts().map(|path| args.reading.open(path, decoder, log));
     let artifacts: Vec<Artifact> = artifacts.collect::<Result<_>>()?;
@@ -91,9 +92,14 @@ fn eval(args: &Args, follows: Option<&Artifact>, global: &Global) -> Result<()> 
     let methods: Vec<Box<dyn Method>> = entries.iter().map(method).collect::<Result<_>>()?;
     let options = |artifact| {
         let whole = Budget::Fraction(1.0);
-        let options = args
-            .reading
-            .options(whole, None, head_plan.as_ref(), artifact, device.as_ref());
+        let options = args.reading.options(
+            whole,
+            None,
+            head_plan.as_ref(),
+            &args.also_kv,
+            artifact,
+            device.as_ref(),
+        );
         options.map(|options| DecodeOptions {
             granule: args.granule(),
             ..options
@@ -126,6 +132,7 @@ fn eval(args: &Args, follows: Option<&Artifact>, global: &Global) -> Result<()> 
             method: methods[index].as_ref(),
             number: plan::number(&entries, index),
             budget,
+            kv: entries[index].kv,
         };
         let forward = global.machine(device.as_ref(), &log).forward(decoder, longest)?;
         let variants = budgets.iter().map(variant).collect();

@@ -128,12 +128,13 @@ impl Reading {
     }
 
     /// Returns the options of a session; without --kv, its cache has type `usual`, if that is known. With a head plan, they have
-    /// its static set, and its budget and its formats if all KV heads have the same.
+    /// its static set, and its budget and its formats if all KV heads have the same. `also` lists further formats of caches.
     pub(super) fn options(
         &self,
         budget: Budget,
         usual: Option<KvType>,
         plan: Option<&Plan>,
+        also: &[KvType],
         artifact: Option<&Artifact>,
         device: &dyn Device,
     ) -> Result<DecodeOptions> {
@@ -143,7 +144,8 @@ impl Reading {
             ..Limits::new(budget)
         };
         let kv = self.kv_type(usual, device);
-        let formats = plan.into_iter().flat_map(Plan::formats).chain([kv]);
+        let formats = plan.into_iter().flat_map(Plan::formats);
+        let formats = formats.chain([kv]).chain(also.iter().copied());
         Ok(DecodeOptions {
             limits: plan.map_or(own, |plan| plan.limits(budget)),
             kv: plan.and_then(Plan::kv).unwrap_or(kv),
@@ -324,11 +326,18 @@ impl Reading {
     }
 
     /// Warns of flags that have no effect: those of methods that do not run or of caches that are not used, and --force
-    /// without an artifact.
-    pub(super) fn warn_of_unused(&self, methods: &[MethodName], plan: Option<&Plan>, global: &Global) {
+    /// without an artifact. `also` lists further formats of caches.
+    pub(super) fn warn_of_unused(
+        &self,
+        methods: &[MethodName],
+        plan: Option<&Plan>,
+        also: &[KvType],
+        global: &Global,
+    ) {
         let own = self.kv.map(|kv| kv.kind);
         let planned = plan.into_iter().flat_map(Plan::formats);
-        let formats: Vec<KvType> = own.into_iter().chain(planned).collect();
+        let others = planned.chain(also.iter().copied());
+        let formats: Vec<KvType> = own.into_iter().chain(others).collect();
         let has_signs = |kv: &KvType| kv.keys.has_signs() || kv.values.has_signs();
         warn_of_methods(methods, formats.iter().any(has_signs), global);
         if self.rotation.is_some() && !formats.iter().any(|kv| kv.maps_rows()) {

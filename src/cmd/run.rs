@@ -63,7 +63,7 @@ pub fn run(args: &Args, global: &Global) -> Result<()> {
     let source = match source {
         Prompted::Turns(turns) if !args.compare.is_empty() => {
             let methods: Vec<MethodName> = args.compare.iter().map(|named| named.method).collect();
-            args.reading.warn_of_unused(&methods, None, global);
+            args.reading.warn_of_unused(&methods, None, &[], global);
             return Comparison(&opened).run(turns);
         }
         source => source,
@@ -87,7 +87,7 @@ pub fn run(args: &Args, global: &Global) -> Result<()> {
     };
     let setting = RunSetting::choose(args, &ask, source.longest(args), global)?;
     args.reading
-        .warn_of_unused(&setting.methods(), plan.as_ref(), global);
+        .warn_of_unused(&setting.methods(), plan.as_ref(), &[], global);
     if setting.methods() == [FULL] && args.budget.is_some() {
         log.warn("--budget has no effect here: full attention reads everything");
     }

@@ -21,7 +21,7 @@ use super::{DecodeOptions, Shares};
 use crate::env;
 use crate::error::{Error, Result};
 use crate::kv::sample::greedy;
-use crate::kv::{Budget, StaticSet};
+use crate::kv::{Budget, KvType, StaticSet};
 use crate::method::Method;
 use crate::model::Forward;
 use crate::model::config::Block;
@@ -38,11 +38,13 @@ use trajectories::{HeadStep, StepInput, Trajectories};
 pub struct Variant<'a> {
     /// The method.
     pub method: &'a dyn Method,
-    /// Number of the method; variants with the same number differ only in budget and tail, and share the index of the
-    /// first prompt.
+    /// Number of the method; variants with the same number and cache differ only in budget and tail, and share the index of
+    /// the first prompt.
     pub number: usize,
     /// How many positions the method may choose.
     pub budget: Budget,
+    /// The formats of its cache, if they are not those of the options.
+    pub kv: Option<KvType>,
 }
 
 /// What an evaluation has done.

@@ -152,6 +152,7 @@ impl Measurement<'_> {
             method: self.methods[method].as_ref(),
             number: named::number(self.named, method),
             budget: Budget::Fraction(budget),
+            kv: None,
         }
     }
 

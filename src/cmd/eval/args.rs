@@ -8,8 +8,10 @@ use super::plan::BudgetOf;
 use crate::cmd::args::{Global, Text, model_folder};
 use crate::cmd::flags::{parse_count, parse_count_or_all, parse_positive_count, parse_share};
 use crate::cmd::named::{Named, NamedParser};
+use crate::cmd::parameters::kv_type;
 use crate::cmd::reading::Reading;
 use crate::error::{Error, Result};
+use crate::kv::KvType;
 use crate::method::CPU_GRANULE;
 use crate::method::registry::FULL;
 
@@ -54,6 +56,10 @@ pub struct Args {
     /// be in --methods. May be given several times
     #[arg(help_heading = "Measurement", long, value_name = "NAME --FLAG X", value_parser = Also::parse)]
     pub(super) also: Vec<Also>,
+    /// Measure every row again, on the same steps, with a cache of this type in place of that of --kv, such as int4 or
+    /// k=int8,v=int4. May be given several times
+    #[arg(help_heading = "Measurement", long, value_name = "TYPE", value_parser = kv_type(), conflicts_with = "head_plan")]
+    pub(super) also_kv: Vec<KvType>,
     /// Budgets to measure each method with; NAME=X applies to the method NAME only. A budget is a fraction of the
     /// context (0.06 or 6%) or, above 1, a number of positions. The static set, the index and keys that are read only
     /// to rank do not count
@@ -179,6 +185,9 @@ impl Args {
                     "--{flag} has no effect here: full attention reads everything"
                 ));
             }
+        }
+        if has_plan && self.named().next().is_none() && !self.also_kv.is_empty() {
+            log.warn("--also-kv has no effect here: a head plan has formats of its own");
         }
         if self.needles.is_none() {
             for flag in ["decode-prompt", "question", "lengths"]

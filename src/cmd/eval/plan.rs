@@ -7,7 +7,7 @@ use super::reads;
 use crate::artifact::Artifact;
 use crate::cmd::terminal::Log;
 use crate::error::{Error, Result};
-use crate::kv::Budget;
+use crate::kv::{Budget, KvType};
 use crate::method::plan::Plan;
 use crate::method::registry::FULL;
 use crate::method::tail;
@@ -23,6 +23,8 @@ pub struct Entry {
     pub artifact: usize,
     /// Index of the flags among those of `--also`; `None` for those of the command.
     pub also: Option<usize>,
+    /// The formats of `--also-kv` in which rows are cached; `None` for those of the command.
+    pub kv: Option<KvType>,
     /// Whether this is the head plan instead, whose KV heads have methods of their own.
     pub is_plan: bool,
 }
@@ -39,6 +41,7 @@ impl Entry {
             named,
             artifact: 0,
             also: None,
+            kv: None,
             is_plan: true,
         }
     }
@@ -54,7 +57,8 @@ impl Entry {
 }
 
 /// Lists each method with the first artifact (or none), then with each further artifact that it reads; first those of
-/// `--methods`, then those of `--also`; last the head plan, if there is one, with the first artifact.
+/// `--methods`, then those of `--also`; then all of these in each format of `--also-kv`; last the head plan, if there is one,
+/// with the first artifact.
 pub fn entries(args: &Args, artifacts: &[Artifact], has_plan: bool) -> Vec<Entry> {
     let mut entries = Vec::new();
     let plain = args.methods.iter().map(|asked| (asked, None));
@@ -82,9 +86,19 @@ pub fn entries(args: &Args, artifacts: &[Artifact], has_plan: bool) -> Vec<Entry
             named,
             artifact,
             also,
+            kv: None,
             is_plan: false,
         }));
     }
+    let in_format = |kv: &KvType| -> Vec<Entry> {
+        let with = |entry: &Entry| Entry {
+            kv: Some(*kv),
+            ..*entry
+        };
+        entries.iter().map(with).collect()
+    };
+    let others: Vec<Entry> = args.also_kv.iter().flat_map(in_format).collect();
+    entries.extend(others);
     entries.extend(has_plan.then(Entry::of_plan));
     entries
 }

@@ -77,6 +77,9 @@ impl Measurements<'_> {
         if let Some(flags) = self.flags_of(planned) {
             row["flags"] = json!(flags);
         }
+        if let Some(kv) = entry.kv {
+            row["kv"] = json!(kv);
+        }
         if let Some([target, sampled]) = planned.reads {
             row["reads_target"] = json!(target);
             row["reads_sample"] = json!(sampled);
@@ -147,10 +150,15 @@ impl Measurements<'_> {
         path.map(PathBuf::as_path)
     }
 
-    /// Returns the flags of a row of `--also`.
+    /// Returns the flags of a row of `--also` or `--also-kv`.
     fn flags_of(&self, planned: &Planned) -> Option<String> {
-        let also = self.entries[planned.entry].also?;
-        Some(self.args.also[also].to_string())
+        let Entry { also, kv, .. } = self.entries[planned.entry];
+        let also = also.map(|also| self.args.also[also].to_string());
+        let flags: Vec<String> = also
+            .into_iter()
+            .chain(kv.map(|kv| format!("--kv {kv}")))
+            .collect();
+        (!flags.is_empty()).then(|| flags.join(" "))
     }
 
     /// Returns the 95% interval of each metric; null with too few blocks or lines.
@@ -232,7 +240,7 @@ impl Measurements<'_> {
         if self.artifacts.len() > 1 {
             out["artifacts"] = json!([left, right].map(|of| self.artifact_of(of)));
         }
-        if !self.args.also.is_empty() {
+        if !self.args.also.is_empty() || !self.args.also_kv.is_empty() {
             out["flags"] = json!([left, right].map(|of| self.flags_of(of)));
         }
         out

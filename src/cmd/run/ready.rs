@@ -38,13 +38,14 @@ impl Opened<'_> {
         let (reading, artifact) = (&self.args.reading, self.artifact);
         if let Some(plan) = setting.plan {
             let method = reading.planned(plan, artifact, self.decoder, self.global)?;
-            let options = reading.options(setting.budget, setting.kv, Some(plan), artifact, self.device)?;
+            let options =
+                reading.options(setting.budget, setting.kv, Some(plan), &[], artifact, self.device)?;
             return Ok((method, options));
         }
         let params = reading.params();
         let (name, tail) = (setting.method, setting.tail);
         let method = reading.method(name, tail, params, artifact, self.decoder, self.global)?;
-        let options = reading.options(setting.budget, setting.kv, None, artifact, self.device)?;
+        let options = reading.options(setting.budget, setting.kv, None, &[], artifact, self.device)?;
         Ok((method, options))
     }
 }

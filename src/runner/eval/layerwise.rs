@@ -346,7 +346,7 @@ impl LayerInput<'_> {
             v: prompt(v),
         };
         let leaders = leaders(self.variants);
-        head.prefill([&rows, &rows], 0, self.window(), &leaders);
+        head.prefill(&rows, &[], 0, self.window(), &leaders);
         head.branch(self.measure == Measure::Losses);
         let d = config.head_dim;
         let mut outputs = Array4::zeros((self.steps, self.variants.len() + 1, r, d));

@@ -33,8 +33,10 @@ pub(super) struct Trajectories {
 pub(super) struct HeadTrajectories {
     /// Cache of the full trajectory, in f32.
     exact: KvHead,
-    /// Cache of the full trajectory in the type of the variants' caches, if that is not f32.
-    stored: Option<KvHead>,
+    /// Caches of the full trajectory in the other formats of the variants' caches; empty once no variant chooses along it.
+    stored: Vec<KvHead>,
+    /// Per variant: which of `stored` has its formats; `None` for f32.
+    held: Vec<Option<usize>>,
     /// Per variant: its index along the full trajectory. Empty unless choices are judged.
     shadows: Vec<Chooser>,
     /// Per variant: cache and index along its own trajectory; empty before the first prompt.
@@ -124,24 +126,25 @@ fn prefill_full(
     leaders: &[usize],
 ) -> PromptRows {
     let exact: Vec<&KvHead> = heads.iter().map(|h| &h.exact).collect();
-    // Methods see earlier positions as the variants' caches round them, if some do.
-    let rounds = heads.iter().any(|h| h.stored.is_some()) && !exact[0].is_empty();
-    let stored: Option<Vec<&KvHead>> = rounds.then(|| {
-        let held = heads.iter().map(|h| h.stored.as_ref().unwrap_or(&h.exact));
-        held.collect()
+    // Methods see earlier positions as the variants' caches round them.
+    let formats = heads.iter().map(|h| h.stored.len()).max().unwrap_or(0);
+    let formats = if exact[0].is_empty() { 0 } else { formats };
+    let rounded = (0..formats).map(|i| {
+        let stored = heads.iter().map(|h| h.stored.get(i).unwrap_or(&h.exact));
+        rows.clone().join(&stored.collect::<Vec<_>>())
     });
-    let rounded = stored.map(|caches| rows.clone().join(&caches));
+    let rounded: Vec<PromptRows> = rounded.collect();
     let rows = rows.join(&exact);
     heads.par_iter_mut().enumerate().for_each(|(c, head)| {
-        let seen = rounded.as_ref().unwrap_or(&rows);
-        head.prefill([&rows, seen], c, model_window, leaders);
+        head.prefill(&rows, &rounded, c, model_window, leaders);
     });
     rows
 }
 
-/// Returns, for each variant, the first variant of the same method.
+/// Returns, for each variant, the first variant of the same method and cache.
 pub(super) fn leaders(variants: &[Variant]) -> Vec<usize> {
-    let leader = |of: &Variant| variants.iter().position(|v| v.number == of.number);
+    let same = |a: &Variant, b: &Variant| (a.number, a.kv) == (b.number, b.kv);
+    let leader = |of: &Variant| variants.iter().position(|v| same(v, of));
     variants.iter().filter_map(leader).collect()
 }
 
@@ -155,49 +158,63 @@ impl HeadTrajectories {
         [layer, kv_head]: [usize; 2],
     ) -> Self {
         let kv = |kind| options.cache(kind, c.head_dim, capacity, [layer, kv_head]);
-        // All variants read the same rows: in the formats of the head plan, if there is one.
+        // Variants without formats of their own read the same rows: in those of the head plan, if there is one.
         let planned = variants
             .iter()
             .find_map(|variant| variant.method.own(layer, kv_head));
-        let stored = planned.map_or(options.kv, |(_, kv)| kv);
+        let usual = planned.map_or(options.kv, |(_, kv)| kv);
         let state = |variant: &Variant| {
             let options = DecodeOptions {
                 limits: options.limits.with_budget(variant.budget),
-                kv: stored,
+                kv: variant.kv.unwrap_or(usual),
                 ..options.clone()
             };
             Chooser::new(variant.method, options.place(c, variant.method, layer, kv_head))
         };
+        let mut formats = Vec::new();
+        let held = variants.iter().map(|variant| {
+            let own = variant.kv.unwrap_or(usual);
+            if own != KvType::F32 && !formats.contains(&own) {
+                formats.push(own);
+            }
+            formats.iter().position(|format| *format == own)
+        });
         Self {
+            held: held.collect(),
             exact: kv(KvType::F32),
-            stored: (stored != KvType::F32).then(|| kv(stored)),
+            stored: formats.into_iter().map(kv).collect(),
             shadows: variants.iter().map(state).collect(),
             own: Vec::new(),
         }
     }
 
-    /// Adds the prompt of KV head `c` to the full trajectory, from joined rows; in the second ones, `seen`, earlier rows are as
-    /// the variants' caches round them. After the first prompt, a variant copies the index of the first variant of its method
-    /// (its leader), if indexes do not depend on the budget.
+    /// Adds the prompt of KV head `c` to the full trajectory, from joined rows; in `rounded`, earlier rows are as each of the
+    /// stored caches rounds them (empty for a first prompt). After the first prompt, a variant copies the index of the first
+    /// variant of its method (its leader), if indexes do not depend on the budget.
     pub fn prefill(
         &mut self,
-        [exact, seen]: [&PromptRows; 2],
+        exact: &PromptRows,
+        rounded: &[PromptRows],
         c: usize,
         model_window: Option<usize>,
         leaders: &[usize],
     ) {
         let is_first = self.exact.is_empty();
         cache_prompt(exact, c, model_window, &mut self.exact);
-        if let Some(stored) = &mut self.stored {
-            cache_prompt(seen, c, model_window, stored);
+        let seen = |i: usize| rounded.get(i).unwrap_or(exact);
+        for (i, stored) in self.stored.iter_mut().enumerate() {
+            cache_prompt(seen(i), c, model_window, stored);
         }
-        let kv = self.stored.as_ref().unwrap_or(&self.exact);
+        let (held, stored, own) = (&self.held, &self.stored, &self.exact);
+        // What variant `v` sees of the prompt, and its cache.
+        let of = |v: usize| held[v].map_or((exact, own), |i| (seen(i), &stored[i]));
         // Without judging there is no shadow after the first prompt.
         let copies =
             |v: usize, shadow: &Chooser| is_first && leaders[v] != v && !shadow.retriever.depends_on_budget();
         let shadows = self.shadows.par_iter_mut().enumerate();
         shadows.for_each(|(v, shadow)| {
             if !copies(v, shadow) {
+                let (seen, kv) = of(v);
                 shadow.retriever.prefill(&prompt(seen, c, kv));
                 shadow.restart_tail(kv, model_window);
             }
@@ -207,22 +224,22 @@ impl HeadTrajectories {
             let shadow = &mut rest[0];
             if copies(v, shadow) {
                 shadow.retriever = before[leaders[v]].retriever.fork();
-                shadow.restart_tail(kv, model_window);
+                shadow.restart_tail(of(v).1, model_window);
             }
         }
     }
 
     /// Starts each variant's own trajectory after the first prompt; drops the shadows if choices are not judged.
     pub fn branch(&mut self, judged: bool) {
-        let kv = self.stored.as_mut().unwrap_or(&mut self.exact);
-        let forks = self.shadows.iter().map(|shadow| Head {
-            kv: kv.fork(),
+        let (stored, exact) = (&mut self.stored, &mut self.exact);
+        let forks = self.shadows.iter().zip(&self.held).map(|(shadow, held)| Head {
+            kv: held.map_or(&mut *exact, |i| &mut stored[i]).fork(),
             chooser: shadow.fork(),
         });
         self.own = forks.collect();
         if !judged {
             self.shadows.clear();
-            self.stored = None;
+            self.stored.clear();
         }
     }
 
@@ -230,9 +247,7 @@ impl HeadTrajectories {
     pub fn step(&mut self, input: &StepInput, c: usize, mut out: ndarray::ArrayViewMut3<f32>) -> HeadStep {
         let token = Token::from_rows(input.rows, c, input.group, 0);
         token.cache(&mut self.exact);
-        if let Some(stored) = &mut self.stored {
-            token.cache(stored);
-        }
+        self.stored.iter_mut().for_each(|stored| token.cache(stored));
         let mut full = out.index_axis_mut(Axis(0), 0);
         let visible: Vec<u32> = input.set.visible().map(|p| p as u32).collect();
         let (keys, values) = (self.exact.keys(), self.exact.values());
@@ -244,8 +259,9 @@ impl HeadTrajectories {
             let (weights, _) = attention::decode_with_weights(q, keys, values, &visible, full.view_mut());
             let full = full.to_owned();
             let judge = Judge::new(input.set, weights.view(), full.view());
-            let kv = self.stored.as_ref().unwrap_or(&self.exact);
-            let measured = self.shadows.par_iter_mut().map(|shadow| {
+            let (held, stored, exact) = (&self.held, &self.stored, &self.exact);
+            let measured = self.shadows.par_iter_mut().zip(held).map(|(shadow, held)| {
+                let kv = held.map_or(exact, |i| &stored[i]);
                 let step = token.step(input.step, input.set, shadow.budget, kv);
                 let mut output = Array2::zeros(full.dim());
                 let reads = &mut Reads::new(input.options.granule);
