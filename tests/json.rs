@@ -250,7 +250,7 @@ fn every_command_prints_what_the_page_says() {
             json(&format!("{eval} --tokens {tokens} --head-plan {plan}")),
             Outcome::from_output(
                 command(&format!("{eval} --tokens {tokens} --json"))
-                    .args(["--also", "lfps --lfps-theta 0.85"])
+                    .args(["--also", "lfps --lfps-theta 0.85", "--also-kv", "int8"])
                     .output()
                     .unwrap(),
             )

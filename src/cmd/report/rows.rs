@@ -12,7 +12,7 @@ pub struct Row {
     pub method: String,
     /// File of the artifact, where there were several.
     pub artifact: Option<String>,
-    /// Flags of `--also`.
+    /// Flags of `--also` or `--also-kv`.
     flags: Option<String>,
     budget: Option<f64>,
     reads_target: Option<f64>,
@@ -90,8 +90,8 @@ impl Task {
 }
 
 impl Row {
-    /// Tells whether the page may show the row: a row of `--also` would stand beside another one of its method, and a head plan
-    /// is no method.
+    /// Tells whether the page may show the row: a row of `--also` or `--also-kv` would stand beside another one of its method,
+    /// and a head plan is no method.
     pub fn is_of_page(&self) -> bool {
         self.flags.is_none() && self.head_plan.is_none()
     }

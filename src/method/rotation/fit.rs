@@ -128,7 +128,8 @@ impl RotationFit {
             Form::Orthogonal => {
                 let score = |row: &usize| {
                     let key = keys.row(*row).mapv(f64::from);
-                    (*row, key.dot(&queries.dot(&key)))
+                    // Rounding may make a value of zero negative.
+                    (*row, key.dot(&queries.dot(&key)).max(0.0))
                 };
                 (
                     orthogonal(&queries)?,
