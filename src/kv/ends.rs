@@ -201,6 +201,12 @@ impl CachedRows for WithEnds {
     fn add(&self, weights: &[f32], stride: usize, run: &Run, sums: &mut OutputSums) {
         self.split(run, |rows, run, at| rows.add(&weights[at..], stride, run, sums));
     }
+
+    fn add_piece(&self, weights: &[f32], stride: usize, positions: &[u32], total: &mut Array2<f64>) {
+        self.split(&Run::new(positions, positions.len()), |rows, run, at| {
+            rows.add_piece(&weights[at..], stride, run.now, total);
+        });
+    }
 }
 
 #[cfg(test)]

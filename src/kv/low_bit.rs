@@ -197,6 +197,15 @@ impl<F: RowForm> Mapped<F> {
             bits,
         }
     }
+
+    /// Returns how often a sum of rows with these weights has the mean of the map.
+    fn weight(&self, weights: &[f32]) -> f32 {
+        if self.map.has_mean() {
+            simd::sum(weights) as f32
+        } else {
+            0.0
+        }
+    }
 }
 
 impl<F: RowForm> RowCache for Mapped<F> {
@@ -273,14 +282,24 @@ impl<F: RowForm> CachedRows for Mapped<F> {
         let chunks = own.len() / sums.r;
         let heads = own.chunks_mut(chunks).zip(sums.values.chunks_mut(chunks));
         for (head, (own, to)) in heads.enumerate() {
-            let weight = if self.map.has_mean() {
-                simd::sum(&weights[head * stride..][..run.now.len()]) as f32
-            } else {
-                0.0
-            };
+            let weight = self.weight(&weights[head * stride..][..run.now.len()]);
             self.map.undo_sum(&mut own.as_flattened_mut()[..d], weight);
             let to = to.as_flattened_mut().iter_mut();
             to.zip(own.as_flattened()).for_each(|(to, x)| *to += x);
+        }
+    }
+
+    /// Maps the sums of the whole piece back at once.
+    fn add_piece(&self, weights: &[f32], stride: usize, positions: &[u32], total: &mut Array2<f64>) {
+        let mut mapped = Array2::zeros(total.dim());
+        self.rows.add_piece(weights, stride, positions, &mut mapped);
+        for (head, (mapped, to)) in mapped.rows().into_iter().zip(total.rows_mut()).enumerate() {
+            let mut own: Vec<f32> = mapped.iter().map(|x| *x as f32).collect();
+            self.map.undo_sum(
+                &mut own,
+                self.weight(&weights[head * stride..][..positions.len()]),
+            );
+            to.into_iter().zip(own).for_each(|(to, x)| *to += f64::from(x));
         }
     }
 }

@@ -2,12 +2,9 @@
 
 use ndarray::{Array1, Array2, ArrayView2, ArrayViewMut2, Axis, s};
 
-use super::lanes::LANES;
-use super::rows::{CachedRows, GroupQueries, OutputSums, Run};
+use super::rows::{CachedRows, GroupQueries, Run, TILE};
 use crate::compute::{simd, team};
 
-/// Positions whose weights and weighted values are summed in f32 before the result is added to an f64 sum.
-const TILE: usize = 256;
 /// Positions per task: few enough that threads share one KV head of a context of some thousand positions.
 const PIECE: usize = 8 * TILE;
 
@@ -112,7 +109,6 @@ impl PieceAttention {
     ) -> Self {
         let positions = &positions[..positions.len().min(PIECE)];
         let n = positions.len();
-        let run = |at: usize| Run::new(&positions[at..], TILE.min(n - at));
         keys.prefetch(positions);
         let mut weights = vec![0.0; r * n];
         keys.scores(queries, &Run::new(positions, n), &mut weights, n);
@@ -131,18 +127,7 @@ impl PieceAttention {
             sum.push(total);
         }
         let mut total = Array2::zeros((r, d));
-        let chunks = d.div_ceil(LANES);
-        let mut sums = vec![[0.0; LANES]; r * chunks];
-        for at in (0..n).step_by(TILE) {
-            sums.fill([0.0; LANES]);
-            let mut sums = OutputSums { r, values: &mut sums };
-            values.add(&weights[at..], n, &run(at), &mut sums);
-            for (mut total, sums) in total.rows_mut().into_iter().zip(sums.values.chunks(chunks)) {
-                for (t, x) in total.iter_mut().zip(sums.as_flattened()) {
-                    *t += f64::from(*x);
-                }
-            }
-        }
+        values.add_piece(&weights, n, positions, &mut total);
         if let Some(mut kept) = kept {
             kept.iter_mut().zip(&weights).for_each(|(to, w)| *to = *w);
         }

@@ -3,13 +3,16 @@
 use std::iter::Chain;
 use std::slice::Iter;
 
-use ndarray::ArrayView2;
+use ndarray::{Array2, ArrayView2};
 
 use super::kernels::{self, StoredRows};
 use super::lanes::LANES;
 
 /// Rows that are widened together if the kernels cannot read the rows as they are stored.
 const BLOCK: usize = 32;
+
+/// Positions whose weighted values are summed in f32 before the result is added to an f64 sum.
+pub(super) const TILE: usize = 256;
 
 /// How many rows ahead of the current row to prefetch: memory sends many lines at a time, if it is asked for as many.
 pub const AHEAD: usize = 64;
@@ -179,6 +182,39 @@ pub trait CachedRows: Sync {
     /// f32: fused multiply-adds, one position after the other.
     fn add(&self, weights: &[f32], stride: usize, run: &Run, sums: &mut OutputSums) {
         widened_add(self, weights, stride, run, sums);
+    }
+
+    /// Adds the rows of a piece of the positions (ascending), weighted, to `total`, `[r,d]`; `weights` is `[r, stride]`, one column
+    /// per position.
+    ///
+    /// # Numerics
+    /// f32 within runs of [`TILE`] positions, f64 across runs.
+    fn add_piece(&self, weights: &[f32], stride: usize, positions: &[u32], total: &mut Array2<f64>) {
+        add_tiles(self, weights, stride, positions, total);
+    }
+}
+
+/// Computes [`CachedRows::add_piece`] run by run.
+fn add_tiles<R: CachedRows + ?Sized>(
+    rows: &R,
+    weights: &[f32],
+    stride: usize,
+    positions: &[u32],
+    total: &mut Array2<f64>,
+) {
+    let (r, d) = total.dim();
+    let chunks = d.div_ceil(LANES);
+    let mut sums = vec![[0.0; LANES]; r * chunks];
+    for at in (0..positions.len()).step_by(TILE) {
+        sums.fill([0.0; LANES]);
+        let mut sums = OutputSums { r, values: &mut sums };
+        let run = Run::new(&positions[at..], TILE.min(positions.len() - at));
+        rows.add(&weights[at..], stride, &run, &mut sums);
+        for (mut total, sums) in total.rows_mut().into_iter().zip(sums.values.chunks(chunks)) {
+            for (t, x) in total.iter_mut().zip(sums.as_flattened()) {
+                *t += f64::from(*x);
+            }
+        }
     }
 }
 

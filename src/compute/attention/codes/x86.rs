@@ -57,15 +57,13 @@ fn score_heads<const BITS: usize, const N: usize>(
     for (g, of_group) in queries.groups.chunks_exact(queries.heads).enumerate() {
         let of_group: &[RoundedGroup; N] = of_group[first..first + N].try_into().expect("N heads");
         let mut tile = [[_mm256_setzero_si256(); ROWS]; N];
-        let (mut scales, mut offsets) = ([0; ROWS], [0; ROWS]);
         for j in 0..ROWS {
-            [scales[j], offsets[j]] = rows.pair(of_tile[j], g).map(|x| x.to_bits() as i16);
             let codes = codes(rows, of_tile[j], g);
             for a in 0..N {
                 tile[a][j] = products(codes, &of_group[a]);
             }
         }
-        let (scales, offsets) = (widen(scales), widen(offsets));
+        let [scales, offsets] = pairs(rows, of_tile, g);
         for a in 0..N {
             let (scale, sum) = (_mm256_set1_ps(of_group[a].scale), _mm256_set1_ps(of_group[a].sum));
             let product = _mm256_mul_ps(_mm256_cvtepi32_ps(lane_sums(&tile[a])), scale);
@@ -78,11 +76,31 @@ fn score_heads<const BITS: usize, const N: usize>(
     N
 }
 
+/// Returns the scales and the offsets of a group of eight rows. They go from memory to lanes of a vector one by one: a vector that
+/// was written to memory in parts would be read from there only when all of it has arrived.
 #[inline]
 #[target_feature(enable = "avx2,f16c")]
-fn widen(x: [i16; 8]) -> __m256 {
-    // SAFETY: there are eight values.
-    _mm256_cvtph_ps(unsafe { _mm_loadu_si128(x.as_ptr().cast()) })
+fn pairs<const BITS: usize>(rows: CodeRows<BITS>, of: &[Row<'_>; 8], group: usize) -> [__m256; 2] {
+    let pair = |i: usize| bytemuck::cast::<_, i32>(rows.pair(of[i], group));
+    let pairs = _mm256_setr_epi32(
+        pair(0),
+        pair(1),
+        pair(2),
+        pair(3),
+        pair(4),
+        pair(5),
+        pair(6),
+        pair(7),
+    );
+    // A pair has the scale in its lower half.
+    let scales = _mm256_and_si256(pairs, _mm256_set1_epi32(0xffff));
+    let halves = _mm256_packus_epi32(scales, _mm256_srli_epi32::<16>(pairs));
+    // The two halves of a vector are packed apart.
+    let halves = _mm256_permute4x64_epi64::<0b11_01_10_00>(halves);
+    [
+        _mm256_cvtph_ps(_mm256_castsi256_si128(halves)),
+        _mm256_cvtph_ps(_mm256_extracti128_si256::<1>(halves)),
+    ]
 }
 
 #[inline]
@@ -161,19 +179,19 @@ pub fn add<const BITS: usize>(
     let mut own = vec![_mm256_setzero_ps(); r * groups * (GROUP / 8)];
     let mut rounded = vec![RoundedWeights::NONE; r];
     for (b, positions) in run.now.chunks(BLOCK).enumerate() {
-        // The last rows, if there are fewer than in other blocks, have no weight.
+        // The last rows, if there are fewer than in other blocks, are the first one again, without a weight.
         let mut of_block = [rows.row(positions[0]); BLOCK];
         for (row, p) in of_block.iter_mut().zip(positions) {
             rows.prefetch_next(&mut coming);
             *row = rows.row(*p);
         }
-        let pairs = positions.len().div_ceil(2);
+        let two_rows = positions.len().div_ceil(2);
         for g in 0..groups {
-            let (mut scales, mut offsets) = ([0; BLOCK], [0; BLOCK]);
-            for (i, row) in of_block[..positions.len()].iter().enumerate() {
-                [scales[i], offsets[i]] = rows.pair(*row, g).map(|x| x.to_bits() as i16);
+            let mut scales = [_mm256_setzero_ps(); BLOCK / 8];
+            let mut offsets = scales;
+            for (i, eight) in of_block.as_chunks::<8>().0.iter().enumerate() {
+                [scales[i], offsets[i]] = pairs(rows, eight, g);
             }
-            let (scales, offsets) = (widen_block(&scales), widen_block(&offsets));
             for (a, to) in rounded.iter_mut().enumerate() {
                 let weights = &weights[a * stride + b * BLOCK..][..positions.len()];
                 *to = rounded_weights(weights, &scales, &offsets);
@@ -185,9 +203,9 @@ pub fn add<const BITS: usize>(
                 let own = &mut own[first * groups * (GROUP / 8)..];
                 let to = |a: usize| (a * groups + g) * (GROUP / 8);
                 match n {
-                    1 => add_heads::<BITS, 1>(rows, &of_block, pairs, g, of_tile, own, to),
-                    2 => add_heads::<BITS, 2>(rows, &of_block, pairs, g, of_tile, own, to),
-                    _ => add_heads::<BITS, HEADS>(rows, &of_block, pairs, g, of_tile, own, to),
+                    1 => add_heads::<BITS, 1>(rows, &of_block, two_rows, g, of_tile, own, to),
+                    2 => add_heads::<BITS, 2>(rows, &of_block, two_rows, g, of_tile, own, to),
+                    _ => add_heads::<BITS, HEADS>(rows, &of_block, two_rows, g, of_tile, own, to),
                 }
                 (heads, first) = (rest, first + n);
             }
@@ -208,16 +226,6 @@ pub fn add<const BITS: usize>(
             }
         }
     }
-}
-
-#[inline]
-#[target_feature(enable = "avx2,f16c")]
-fn widen_block(x: &[i16; BLOCK]) -> [__m256; BLOCK / 8] {
-    let mut wide = [_mm256_setzero_ps(); BLOCK / 8];
-    for (wide, x) in wide.iter_mut().zip(x.as_chunks::<8>().0) {
-        *wide = widen(*x);
-    }
-    wide
 }
 
 /// Computes [`RoundedWeights::new`].
