@@ -327,11 +327,12 @@ class Results(Lab):
             artifact = self.packed(corpus, ("wpq", "rotation"))
             fits = {corpus.name: self.fits[corpus.name]}
             require_apart(fits, work)
-            # Full attention reads everything in the format, less than in bf16.
-            command = ["--artifact", artifact, "--tokens", text, "--max-tokens", 10**9, "--seq-len", 8192, "--methods", "full,wpq",
-                       "--reads", "0.025,0.05,1", "--granule", LINE, "--decode", 16, *self.losses_only()]
-            document, rows = self.in_formats(f"row-reads-{work}", CHOSEN, command, [text, artifact], "artifact")
-            rows = [kept(row) | {"form": kv, "options": ""} for kv, row in rows if (row["method"] == "full") == (row["reads_target"] == 1)]
+            command = ["--artifact", artifact, "--tokens", text, "--max-tokens", 10**9, "--seq-len", 8192, "--granule", LINE, "--decode", 16,
+                       *self.losses_only()]
+            rows = []
+            for method, options in (("full", []), ("wpq", ["--reads", "0.025,0.05"])):
+                document, of_method = self.in_formats(f"row-reads-{work}-{method}", CHOSEN, [*command, "--methods", method, *options], [text, artifact], "artifact")
+                rows += [kept(row) | {"form": kv, "share": row.get("reads_target", 1), "options": ""} for kv, row in of_method]
             found.append({"calibration": fits, **conditions(document), "rows": rows})
         return {"length": 8192, "works": [work for work, of in works.items() for _ in of], **over_works(found)}
 

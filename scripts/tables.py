@@ -410,10 +410,10 @@ def format_table(document):
         halves = [3.5 if row["kv"] == "2bit" else BITS[half] for half in pair.values()]
         shares = [IN_16_BITS.get(half, 0) / document["length"] for half in pair.values()]
         bits = np.mean(halves), np.mean([bits + (16 - bits) * share for bits, share in zip(halves, shares)])
-        rows.append([f"`{row['kv']}`", MAPS[row["maps"]] if pair["k"] in TURNED else "", *(f"{number:.4g}" for number in bits), f"{row['kl']:.5f}" + spread(kl_interval(row), 5), f"{row['kl_p99']:.4f}", percent(row["top1_equal"])])
+        rows.append([f"`{row['kv']}`", MAPS[row["maps"]] if any(half in TURNED for half in pair.values()) else "", *(f"{number:.4g}" for number in bits), f"{row['kl']:.5f}" + spread(kl_interval(row), 5), f"{row['kl_p99']:.4f}", percent(row["top1_equal"])])
     works = ", ".join(dict.fromkeys(document["works"]))
     about = f"{document['blocks']} blocks of {document['length']:,} tokens ({works}), {document['steps']} steps.\n\n"
-    return about + filled(["`--kv`", "map of keys", "bits per number", "with rows in 16 bits", "KL, nats (95%)", "99th percentile", "same top token"], rows)
+    return about + filled(["`--kv`", "map", "bits per number", "with rows in 16 bits", "KL, nats (95%)", "99th percentile", "same top token"], rows)
 
 
 def reads_table(document):

@@ -376,6 +376,12 @@ class Pages(unittest.TestCase):
         cells = [cell.strip() for cell in tables.format_time_table(document).splitlines()[-1].split("|")[1:-1]]
         self.assertEqual(cells, ["`bf16`", "20.0 (10.0 to 30.0)", "4.0 (4.0 to 7.0)"])
 
+    def test_times_of_formats_are_as_the_page_says(self):
+        ms = {row["kv"]: {method: np.median(of) for method, of in row["ms"].items()} for row in documents.load("row-format-times")["rows"]}
+        ratios = [ms[kv]["full"] / ms["bf16"]["full"] for kv in ("k=int8,v=int4", "int4", "k=int4,v=int2", "int2", "2bit")]
+        self.assertEqual([round(min(ratios), 2), round(max(ratios), 2)], [1.06, 1.11])
+        self.assertTrue(all(abs(of["wpq"] / ms["bf16"]["wpq"] - 1) < 0.06 for of in ms.values()))
+
     def test_aims_compare_the_rows_that_they_name(self):
         row = {"program": "kvsmith", "model": "smollm2-135m", "weights": "bf16", "context": 8192, "method": "full", "tokens_per_s": 60.0}
         rows = [row, row | {"method": "wpq", "share": 0.05, "tokens_per_s": 84.0}, row | {"method": "wpq", "share": 0.1, "tokens_per_s": 59.0},

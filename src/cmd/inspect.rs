@@ -273,6 +273,10 @@ fn detail(section: &SectionView, head: &HeadReport) -> String {
     for (name, value) in head.report {
         let text = match value {
             Value::Array(items) => items.iter().map(shown).collect::<Vec<_>>().join(" "),
+            Value::Object(items) => {
+                let items = items.iter().map(|(key, value)| format!("{key} {}", shown(value)));
+                items.collect::<Vec<_>>().join(", ")
+            }
             other => shown(other),
         };
         out += &wrapped(&format!("  {name:<20} {text}"), columns());
