@@ -188,7 +188,7 @@ pub trait CachedRows: Sync {
     /// per position.
     ///
     /// # Numerics
-    /// f32 within runs of [`TILE`] positions, f64 across runs.
+    /// f32 within runs of 256 positions, f64 across runs.
     fn add_piece(&self, weights: &[f32], stride: usize, positions: &[u32], total: &mut Array2<f64>) {
         add_tiles(self, weights, stride, positions, total);
     }
