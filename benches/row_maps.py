@@ -3,10 +3,10 @@
     python benches/row_maps.py KVSMITH REAL [--layers 9,21]
 
 Maps are fitted to the Python documentation and UUIDs, and measured on development text of the handbook. The script writes to
-docs/results/row-maps.json, for every map and number of bits, the squared error of the output of full attention, divided by the squared norm of the output, for each head and block: the
-mean of 12 queries per block. Either the keys are rounded or the values. Rounding is that of `--kv int4` and `int2`; the first 4
-rows and the last 64 before a query are exact. S is the mean of q^T q of rotated queries, C the covariance of rotated keys, m their
-mean, H a Hadamard matrix. Keys are mapped as (k - m) A, or k A:
+docs/results/row-maps.json, for every map and number of bits, the squared error of the output of full attention, divided by the
+squared norm of the output, for each head and block: the mean of 12 queries per block. Either the keys are rounded or the values.
+Rounding is that of `--kv int4` and `int2`; the first 4 rows and the last 64 before a query are exact. S is the mean of q^T q of
+rotated queries, C the covariance of rotated keys, m their mean, H a Hadamard matrix. Keys are mapped as (k - m) A, or k A:
 
     none                A = I
     hadamard            A = H
@@ -136,7 +136,8 @@ def value_forms(values, keys, s, attended, bits):
     for clip in (CLIP[bits], *OTHER_CLIPS[bits]):
         yield f"attended, clip {clip}", 0, own, clip
     yield f"attended, mean, clip {CLIP[bits]}", center, axes(around)[1] @ h, CLIP[bits]
-    yield f"balanced, clip {CLIP[bits]}", 0, balanced(np.eye(d), of_attended), CLIP[bits]
+    for form, clip in (("balanced", 1.0), (f"balanced, clip {CLIP[bits]}", CLIP[bits])):
+        yield form, 0, balanced(np.eye(d), of_attended), clip
 
 
 def of_others(keys, values, bits):
