@@ -79,8 +79,8 @@ pub(super) struct Reading {
     /// recommendation, which was measured with bf16; otherwise f32)
     #[arg(long, value_name = "TYPE", value_parser = Kv::parser())]
     kv: Option<Kv>,
-    /// How keys in int4 and int2 are turned before they are rounded; values are always turned by a Hadamard matrix, except with
-    /// `none` (default: `artifact` if --artifact has the section `rotation`, otherwise `hadamard`)
+    /// How keys and values in int4 and int2 are turned before they are rounded: by the maps of --artifact, by a Hadamard matrix, or
+    /// not at all (default: `artifact` if --artifact has the section `rotation`, otherwise `hadamard`)
     #[arg(long, value_enum, value_name = "NAME")]
     rotation: Option<RotationFlag>,
     /// How each KV head is served: a JSON file with a method, a budget and row formats per layer and KV head. --method,

@@ -62,10 +62,11 @@ impl BenchHead {
         let (mut retriever, fill) = new(&place, &mut rng);
         let holds_rows = setting.holds_rows();
         let room = if holds_rows { n } else { 0 };
-        // As with an artifact; what the map does to the rows does not matter here.
+        // As with an artifact; what the maps do to the rows does not matter here.
+        let map = RowMap::Fitted(FittedMap::hadamard(d).into());
         let maps = HeadMaps {
-            keys: RowMap::Fitted(FittedMap::hadamard(d).into()),
-            values: RowMap::Hadamard,
+            keys: map.clone(),
+            values: map,
         };
         let mut kv = KvHead::mapped(place.kv, d, room, Layout::from(Center::Median), &maps);
         // The keys of the prompt that the method gets.
