@@ -66,7 +66,7 @@ LINE = 64
 FINAL_TEXTS = ("prose", "source", "dialogue")
 USES = "final-uses"
 # What a row keeps of the rows of `eval`.
-KEPT = ("bytes_read_fraction", "bytes_moved_fraction", "kl", "kl_median", "kl_p99", "top1_equal", "perplexity_ratio", "recall", "mass",
+KEPT = ("bytes_read_fraction", "bytes_moved_fraction", "uncompressed_moved_fraction", "kl", "kl_median", "kl_p99", "top1_equal", "perplexity_ratio", "recall", "mass",
         "output_error", "index_bits_per_token", "kl_by_block", "needle_accuracy", "by_task", "scores_by_line")
 
 
@@ -330,7 +330,7 @@ class Results(Lab):
             command = ["--artifact", artifact, "--tokens", text, "--max-tokens", 10**9, "--seq-len", 8192, "--granule", LINE, "--decode", 16,
                        *self.losses_only()]
             rows = []
-            for method, options in (("full", []), ("wpq", ["--reads", "0.025,0.05"])):
+            for method, options in (("full", []), ("wpq", ["--reads", "0.035,0.05,0.1"])):
                 document, of_method = self.in_formats(f"row-reads-{work}-{method}", CHOSEN, [*command, "--methods", method, *options], [text, artifact], "artifact")
                 rows += [kept(row) | {"form": kv, "share": row.get("reads_target", 1), "options": ""} for kv, row in of_method]
             found.append({"calibration": fits, **conditions(document), "rows": rows})

@@ -348,13 +348,15 @@ class Pages(unittest.TestCase):
         self.assertEqual(round(rows["k=int4,v=int2", "balanced"]["kl"], 4), 0.0056)
         self.assertLess(tables.kl_interval(rows["int2", "balanced"])[1], tables.kl_interval(rows["2bit", "hadamard"])[0])
 
-    def test_rows_of_formats_stand_beside_those_in_bf16_of_the_same_share(self):
-        rows = [{"method": method, "form": form, "share": share, "bytes_moved_fraction": share, "kl": kl, "kl_by_block": [kl] * 20}
+    def test_rows_of_formats_stand_beside_those_in_bf16_at_5_percent(self):
+        rows = [{"method": method, "form": form, "share": share, "budget": 0.02, "uncompressed_moved_fraction": share, "kl": kl, "kl_by_block": [kl] * 20}
                 for form, factor in (("bf16", 1), ("int4", 0.5)) for method, share, kl in (("full", 1, 0.001 * factor), ("wpq", 0.05, 0.01 * factor))]
+        rows.append({"method": "wpq", "form": "bf16", "share": 0.025, "budget": None, "least": 0.03})
         text = tables.reads_table({"length": 8192, "works": ["handbook"] * 9 + ["python"] * 11, "blocks": 20, "steps": 320, "rows": rows})
         self.assertIn("20 blocks of 8,192 tokens (handbook, python), 320 steps.", text)
         beside = [[cell.strip() for cell in line.split("|")[1:-1]][-1] for line in text.splitlines()[4:]]
-        self.assertEqual(beside, ["", "", "", "0.50 (0.50 to 0.50)"])
+        self.assertEqual(beside, ["", "", "", "", "0.50 (0.50 to 0.50)"])
+        self.assertIn("| `wpq` | `bf16` | at least 3.0% |", text)
 
     def test_maps_stand_beside_the_hadamard_rotation(self):
         rows = [{"rows": "keys", "bits": bits, "map": name, "errors": errors} for bits, name, errors in (

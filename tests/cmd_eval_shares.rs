@@ -229,6 +229,39 @@ fn budgets_are_found_that_read_the_shares() {
     );
 }
 
+/// The same share reads more rows of fewer bits.
+#[test]
+fn shares_of_different_caches_are_of_the_same_bytes() {
+    let eval = Eval::new(&[180, 170]);
+    let options =
+        "--methods topk,full --decode 20 --sinks 2 --window 8 --kv bf16 --also-kv int8 --also-kv int4 --json";
+    let json = eval.text(&format!("{options} --reads 0.2")).json();
+    let topk: Vec<&Value> = rows(&json).iter().filter(|row| row["method"] == "topk").collect();
+    let mut before = 0.0;
+    for row in topk {
+        assert!((number(row, "reads_sample") - 0.2).abs() < 0.01, "{row}");
+        assert!(
+            (number(row, "uncompressed_read_fraction") - 0.2).abs() < 0.02,
+            "{row}"
+        );
+        assert!(number(row, "budget") > 1.4 * before, "{row}");
+        before = number(row, "budget");
+    }
+    // A row of 16 channels takes 32 bytes in bf16, 18 in int8, and 12 in int4, sinks and window aside; full attention reads all.
+    let json = eval.text(options).json();
+    let full: Vec<f64> = rows(&json)
+        .iter()
+        .filter(|row| row["method"] == "full")
+        .map(|row| {
+            assert_eq!(row["bytes_read_fraction"], 1.0);
+            number(row, "uncompressed_read_fraction")
+        })
+        .collect();
+    assert_eq!(full[..2], [1.0, 18.0 / 32.0]);
+    let ends = 10.0 / 165.0;
+    assert!((full[2] - (ends + (1.0 - ends) * 12.0 / 32.0)).abs() < 0.01, "{full:?}");
+}
+
 #[test]
 fn a_granule_sets_what_the_shares_count_in() {
     let eval = Eval::new(&[180]);

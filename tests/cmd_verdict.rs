@@ -48,23 +48,30 @@ fn it_is_what_eval_measures() {
             .map(|(b, _, end)| text[*b][..*end].to_vec())
             .collect();
         let blocks = scratch.tokens("blocks.json", &blocks);
+        let mut measured = Vec::new();
         for row in &verdict.rows {
-            let Some(own) = &row.measured else {
-                assert!(
+            match &row.measured {
+                Some(own) => measured.push((row.method.as_str(), "bf16", own, row.bytes_read_fraction)),
+                None => assert!(
                     row.bytes_read_fraction > row.reads_target,
                     "{name} {}",
                     row.method
-                );
-                continue;
-            };
+                ),
+            }
+        }
+        assert_eq!(verdict.formats.len(), 5);
+        for of in &verdict.formats {
+            measured.push(("full", &of.kv, &of.measured, of.size_fraction));
+        }
+        for (method, kv, own, read) in measured {
             let eval = kvsmith(&format!(
-                "eval --model {model} --artifact {art} --tokens {blocks} --seq-len {seq_len} --decode 11 --kv bf16 --seed 2 \
-                 --methods {} --budgets {} --per-head --json",
-                row.method, own.budget
+                "eval --model {model} --artifact {art} --tokens {blocks} --seq-len {seq_len} --decode 11 --kv {kv} --seed 2 \
+                 --methods {method} --budgets {} --per-head --json",
+                own.budget
             ))
             .json();
             let theirs = &eval["rows"][0];
-            let what = format!("{name} {} {}", row.method, own.budget);
+            let what = format!("{name} {method} {} {kv}", own.budget);
             for (key, own) in [
                 ("kl", own.kl),
                 ("kl_median", own.kl_median),
@@ -74,7 +81,7 @@ fn it_is_what_eval_measures() {
                 ("recall", own.recall),
                 ("mass", own.mass),
                 ("output_error", own.output_error),
-                ("bytes_read_fraction", row.bytes_read_fraction),
+                ("uncompressed_read_fraction", read),
                 ("index_bits_per_token", own.index_bits_per_token),
             ] {
                 let value = theirs[key].as_f64().unwrap_or_else(|| panic!("{what}: no {key}"));
@@ -176,6 +183,13 @@ fn a_run_takes_what_is_recommended() {
     let line = format!("--method {} --budget {}", row.method, of.budget);
     assert!(
         shown.stdout.contains("\nrecommended") && shown.stdout.contains(&line),
+        "{}",
+        shown.stdout
+    );
+    let format = verdict.format_with(of).expect("int8 loses next to nothing");
+    assert!(
+        shown.stdout.contains(&format!("--kv {} takes", format.kv))
+            && shown.stdout.contains("full attention over caches"),
         "{}",
         shown.stdout
     );

@@ -250,6 +250,9 @@ fn the_counters_are_those_of_the_trace() {
             assert_eq!(json["bytes_read"], bytes, "{what}");
             let share = bytes as f64 / (row * sum(|c| c.visible)) as f64;
             assert_eq!(json["bytes_read_fraction"], json!(share), "{what}");
+            let float = if kv == "2bit" { 4 * sizes.d } else { row };
+            let share = bytes as f64 / (float * sum(|c| c.visible)) as f64;
+            assert_eq!(json["uncompressed_read_fraction"], json!(share), "{what}");
             // Memory moves whole lines: more than is read.
             let visible = (row * sum(|c| c.visible)) as f64;
             let moved = json["bytes_moved_fraction"].as_f64().unwrap() * visible;

@@ -22,7 +22,7 @@ pub use section::{
 };
 pub use table::{Column, HeadReport, share, table, worst_heads};
 pub use verdict::{
-    Answered, HeadLosses, Intervals, LossLimits, Measured, MeasuredProbe, MeasuredTexts, MethodLoss,
+    Answered, FormatLoss, HeadLosses, Intervals, LossLimits, Measured, MeasuredProbe, MeasuredTexts, MethodLoss,
     OtherLosses, USUAL_KL, Verdict,
 };
 pub use write::{Judged, pack, write, write_judged, write_with_verdict};

@@ -35,6 +35,9 @@ pub struct Verdict {
     pub not_probed: Option<String>,
     /// The losses per method and share of the bytes.
     pub rows: Vec<MethodLoss>,
+    /// What full attention loses over caches of other formats; empty in files of earlier versions.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub formats: Vec<FormatLoss>,
 }
 
 /// Texts of one kind and length on which methods were measured.
@@ -93,6 +96,18 @@ pub struct MethodLoss {
     /// The measurements; `None` if the method cannot read so few bytes.
     #[serde(flatten)]
     pub measured: Option<Measured>,
+}
+
+/// What full attention lost over a cache of another format.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct FormatLoss {
+    /// Type of the cache, as a value of `--kv`.
+    pub kv: String,
+    /// The bytes of the cache, over those of a cache in bf16.
+    pub size_fraction: f64,
+    /// The measurements, with a budget of 1.
+    #[serde(flatten)]
+    pub measured: Measured,
 }
 
 /// Measurements of one method, most of them means over all steps.
@@ -234,7 +249,9 @@ impl Verdict {
                 && loss(row.bytes_read_fraction)
                 && row.measured.as_ref().is_none_or(measured)
         };
+        let format = |of: &FormatLoss| loss(of.size_fraction) && measured(&of.measured);
         let is_right = self.rows.iter().all(row)
+            && self.formats.iter().all(format)
             && self.limits.is_none_or(|of| loss(of.kl) && loss(of.points))
             && self.probe.as_ref().is_none_or(|of| share(of.full_accuracy));
         if is_right {
@@ -294,6 +311,24 @@ impl Verdict {
     pub fn usual(&self) -> Option<(&MethodLoss, &Measured)> {
         let least = || self.choices().min_by(|(_, x), (_, y)| x.kl.total_cmp(&y.kl));
         self.within(self.limit()).or_else(least)
+    }
+
+    /// Returns the format of the cache that takes the fewest bytes, of those with which a row stays within the limits: if the
+    /// two were measured apart, their losses and points are added, with the upper ends of the intervals.
+    ///
+    /// The errors of a choice and of rounding are independent of each other, and the divergence grows with the square of a
+    /// small error; so the divergences of the two add up.
+    pub fn format_with(&self, row: &Measured) -> Option<&FormatLoss> {
+        let points = |of: &Measured| of.probe.as_ref().map_or(0.0, |of| of.interval[1].max(0.0));
+        let most = self.limits.map_or(f64::INFINITY, |of| of.points);
+        let is_within = |of: &&FormatLoss| {
+            let measured = &of.measured;
+            measured.dropped_after.is_none()
+                && row.most_kl() + measured.most_kl() <= self.limit()
+                && points(row) + points(measured) <= most
+        };
+        let smaller = |a: &&FormatLoss, b: &&FormatLoss| a.size_fraction.total_cmp(&b.size_fraction);
+        self.formats.iter().filter(is_within).min_by(smaller)
     }
 
     /// Tells whether no row is left to recommend because all that were measured lost too much on the first blocks.

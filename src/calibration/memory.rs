@@ -49,7 +49,7 @@ pub struct MemoryPlan {
 /// The rows that a verdict decodes one by one.
 #[derive(Clone, Debug, Default)]
 pub struct JudgedRows {
-    /// Combinations of method and budget; 0 without a verdict.
+    /// Combinations of method and budget, and formats of the cache; 0 without a verdict.
     pub variants: usize,
     /// The texts that pass the model together: of each, its tokens and its steps.
     pub passes: Vec<Vec<[usize; 2]>>,
@@ -112,9 +112,9 @@ impl MemoryPlan {
         // Memory for the states of later blocks is reserved but not in use yet.
         let block =
             |i: usize| states(corpus.block(i).end) + block_bytes(c, corpus.block(i).len(), c.n_layers() > 1);
-        // On every thread, a head: its queries three times, its keys four times, its values, and what its caches and
-        // indices take.
-        let heads = text.threads.min(c.n_kv_heads) * (3 * c.group() + 8);
+        // On every thread, a head: its queries three times, its keys four times, its values, and what its caches, of
+        // bf16 and of the other formats, and its indices take.
+        let heads = text.threads.min(c.n_kv_heads) * (3 * c.group() + 12);
         let pass = |texts: &Vec<[usize; 2]>| {
             let own = |steps: usize| judged.variants * steps;
             let rows: usize = texts.iter().map(|[n, steps]| n + own(*steps)).sum();

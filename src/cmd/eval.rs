@@ -142,10 +142,8 @@ fn eval(args: &Args, follows: Option<&Artifact>, global: &Global) -> Result<()> 
         let mut evaluation = evaluation(budgets)?;
         material.sample(args, &mut evaluation, sample, log)?;
         let share = |variant: usize| {
-            let share = match args.granule {
-                1 => evaluation.bytes_fraction(variant),
-                _ => evaluation.moved_fraction(variant),
-            };
+            let [read, moved] = evaluation.uncompressed_fractions(variant);
+            let share = if args.granule == 1 { read } else { moved };
             let nothing = || {
                 Error::invalid("the first lines decode nothing, so that --reads has nothing to measure")
                     .hint("begin with a line whose answer has several tokens, or use --budgets")
@@ -192,8 +190,8 @@ fn eval(args: &Args, follows: Option<&Artifact>, global: &Global) -> Result<()> 
     } else {
         let asked = args.needles.as_ref().map(|_| args.question);
         let counted = match args.granule {
-            1 => "bytes_read_fraction",
-            _ => "bytes_moved_fraction",
+            1 => "uncompressed_read_fraction",
+            _ => "uncompressed_moved_fraction",
         };
         let questions = asked.map(|feeding| (feeding, &evaluation.full));
         print(&table::text(&rows, questions, counted))?;

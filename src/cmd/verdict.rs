@@ -6,14 +6,16 @@ use serde_json::json;
 
 use super::args::{Global, Input, model_folder};
 use super::named::{Named, NamedParser};
+use super::parameters::kv_type;
 use super::{finish, load_texts, open_model, output, paths};
-use crate::artifact::{self, Artifact, Verdict};
+use crate::artifact::{self, Artifact, Measured, Verdict};
 use crate::calibration::stages::Stages;
-use crate::calibration::verdict::{Judging, VerdictSettings};
+use crate::calibration::verdict::{Judging, VerdictSettings, usual_formats};
 use crate::cmd::flags::{not_negative, parse_positive_count, parse_share};
 use crate::corpus::{CorpusManifest, Reserve};
 use crate::dump::Dump;
 use crate::error::{Error, Result};
+use crate::kv::KvType;
 use crate::method::plan::Plan;
 use crate::method::sections::SECTIONS;
 use crate::runner::eval::FEWEST;
@@ -46,6 +48,10 @@ pub struct VerdictFlags {
     /// and topk, ctkvr and streaming)
     #[arg(long, value_name = "A,B", value_delimiter = ',', value_parser = NamedParser)]
     verdict_methods: Vec<Named>,
+    /// Types of the cache over which full attention is measured, besides bf16, which methods read. May be given several times
+    /// (default: int8, k=int8,v=int4, int4, k=int4,v=int2 and int2)
+    #[arg(long, value_name = "TYPE", value_parser = kv_type())]
+    verdict_kv: Vec<KvType>,
 }
 
 impl VerdictFlags {
@@ -58,6 +64,10 @@ impl VerdictFlags {
             kl: self.verdict_kl,
             points: self.verdict_points,
             methods: self.verdict_methods.clone(),
+            formats: match self.verdict_kv.is_empty() {
+                true => usual_formats(),
+                false => self.verdict_kv.clone(),
+            },
             ..VerdictSettings::default()
         }
     }
@@ -188,10 +198,29 @@ pub fn summary(verdict: &Verdict) -> Option<String> {
             limits(verdict)
         )
     };
-    for line in cautions(verdict) {
+    for line in cache(verdict, of).into_iter().chain(cautions(verdict)) {
         text += &format!("\n  {line}");
     }
     Some(text)
+}
+
+/// Names the format of the cache that a setting can take; `None` if no format was measured.
+pub(super) fn cache(verdict: &Verdict, of: &Measured) -> Option<String> {
+    if verdict.formats.is_empty() {
+        return None;
+    }
+    let Some(format) = verdict.format_with(of) else {
+        return Some(format!(
+            "cache: {}; no smaller type that was measured stays within the limit together with this setting",
+            verdict.kv
+        ));
+    };
+    Some(format!(
+        "cache: --kv {} takes {:.0}% of the bytes of bf16; alone, it loses {:.4} nats: the smallest type whose loss and that of this setting add up to no more than the limit",
+        format.kv,
+        100.0 * format.size_fraction,
+        format.measured.kl,
+    ))
 }
 
 /// Names the limits of a verdict.

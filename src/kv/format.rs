@@ -159,6 +159,16 @@ impl KvType {
         self.bytes_per_key(d) + self.values.bytes(Part::Values, d)
     }
 
+    /// Returns the bytes of a key and a value of d channels in floats: as they are cached, or in bf16 where the cache has no
+    /// floats.
+    pub fn uncompressed_bytes(self, d: usize) -> usize {
+        let bytes = |format: RowFormat, part| {
+            let own = if format.float().is_some() { format } else { RowFormat::BF16 };
+            own.bytes(part, d)
+        };
+        bytes(self.keys, Part::Keys) + bytes(self.values, Part::Values)
+    }
+
     /// Returns the bytes of a key of d channels.
     pub fn bytes_per_key(self, d: usize) -> usize {
         self.keys.bytes(Part::Keys, d)
@@ -284,6 +294,8 @@ mod tests {
             KvType::named("k=bf16,v=2bit").unwrap().bytes_per_position(64),
             128 + 24
         );
+        let uncompressed = |name: &str| KvType::named(name).unwrap().uncompressed_bytes(64);
+        assert_eq!(["f32", "bf16", "int4", "k=f32,v=int8"].map(uncompressed), [512, 256, 256, 384]);
         assert_eq!(KvType::F32.row_arrays(10), [[Some(40), None], [Some(40), None]]);
     }
 }

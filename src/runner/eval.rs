@@ -345,6 +345,13 @@ impl<'a> Evaluation<'a> {
         self.reports[variant].counts.moved_fraction()
     }
 
+    /// Returns the bytes that a variant's decode steps read, then those that memory moved for them, over those of all visible
+    /// keys and values in floats.
+    pub fn uncompressed_fractions(&self, variant: usize) -> [Option<f64>; 2] {
+        let counts = &self.reports[variant].counts;
+        [counts.uncompressed_fraction(), counts.uncompressed_moved_fraction()]
+    }
+
     /// Returns the bytes of the buffers that a variant's decode steps filled and read again, over those of all visible
     /// keys and values.
     pub fn scratch_fraction(&self, variant: usize) -> Option<f64> {

@@ -128,6 +128,8 @@ pub struct Counts {
     pub kv_bytes: u64,
     /// Bytes of all visible keys and values, in the formats in which they are cached.
     pub visible_bytes: u64,
+    /// Bytes of all visible keys and values in floats ([`KvType::uncompressed_bytes`]).
+    pub uncompressed_bytes: u64,
     /// Choices that take everything visible.
     pub full: u64,
     /// Query heads that bypassed their selection.
@@ -150,6 +152,7 @@ impl Counts {
         ranked_keys: 0,
         kv_bytes: 0,
         visible_bytes: 0,
+        uncompressed_bytes: 0,
         full: 0,
         bypassed_heads: 0,
         index_bytes: Some(0),
@@ -200,6 +203,7 @@ impl Counts {
         Self {
             kv_bytes: self.rows * row + attended * more + self.ranked_keys * key,
             visible_bytes: self.visible * row + ends * more,
+            uncompressed_bytes: self.visible * kv.uncompressed_bytes(head_dim) as u64,
             ..self
         }
     }
@@ -213,6 +217,17 @@ impl Counts {
     /// was no selection.
     pub fn bytes_fraction(&self) -> Option<f64> {
         self.fraction(self.bytes())
+    }
+
+    /// Returns [`Counts::bytes`] over the bytes of all visible keys and values in floats, with which reads of caches of
+    /// different formats can be compared.
+    pub fn uncompressed_fraction(&self) -> Option<f64> {
+        self.of_uncompressed(self.bytes())
+    }
+
+    /// Returns [`Counts::moved_bytes`] over the same bytes as [`Counts::uncompressed_fraction`].
+    pub fn uncompressed_moved_fraction(&self) -> Option<f64> {
+        self.of_uncompressed(self.moved_bytes)
     }
 
     /// Returns [`Counts::moved_bytes`] over the same bytes as [`Counts::bytes_fraction`].
@@ -229,6 +244,11 @@ impl Counts {
     fn fraction(&self, bytes: Option<u64>) -> Option<f64> {
         let bytes = bytes.filter(|_| self.visible_bytes > 0);
         bytes.map(|bytes| bytes as f64 / self.visible_bytes as f64)
+    }
+
+    fn of_uncompressed(&self, bytes: Option<u64>) -> Option<f64> {
+        let bytes = bytes.filter(|_| self.uncompressed_bytes > 0);
+        bytes.map(|bytes| bytes as f64 / self.uncompressed_bytes as f64)
     }
 }
 
@@ -247,6 +267,7 @@ impl AddAssign for Counts {
         self.ranked_keys += other.ranked_keys;
         self.kv_bytes += other.kv_bytes;
         self.visible_bytes += other.visible_bytes;
+        self.uncompressed_bytes += other.uncompressed_bytes;
         self.full += other.full;
         self.bypassed_heads += other.bypassed_heads;
         let both = |a: Option<u64>, b: Option<u64>| a.zip(b).map(|(a, b)| a + b);

@@ -171,6 +171,8 @@ impl<'a> CpuSteps<'a> {
             "bytes_read_fraction": counts.bytes_fraction(),
             "granule": CPU_GRANULE,
             "bytes_moved_fraction": counts.moved_fraction(),
+            "uncompressed_read_fraction": counts.uncompressed_fraction(),
+            "uncompressed_moved_fraction": counts.uncompressed_moved_fraction(),
             "scratch_bytes_fraction": counts.scratch_fraction(),
         })
     }

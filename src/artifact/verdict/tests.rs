@@ -45,7 +45,48 @@ fn verdict(rows: Vec<MethodLoss>) -> Verdict {
         probe: None,
         not_probed: None,
         rows,
+        formats: Vec::new(),
     }
+}
+
+/// Full attention over a cache of this size, with a KL of at most 1.5 times its mean, and at most twice as many points lost.
+fn format(kv: &str, read: f64, kl: f64, points: f64) -> FormatLoss {
+    FormatLoss {
+        kv: kv.to_owned(),
+        size_fraction: read,
+        measured: bounded("full", 1.0, kl, points).measured.expect("measured"),
+    }
+}
+
+#[test]
+fn the_smallest_format_that_stays_within_the_limits_with_a_setting_is_named() {
+    let mut verdict = probed(vec![bounded("wpq", 0.1, 0.01, 1.0)]);
+    let named = |verdict: &Verdict| {
+        let (_, row) = verdict.usual().expect("a row");
+        verdict.format_with(row).map(|of| of.kv.clone())
+    };
+    assert_eq!(named(&verdict), None);
+    // 1.5 (0.01 + 0.002) nats are within 0.03, 1.5 (0.01 + 0.011) are not.
+    verdict.formats = vec![
+        format("int8", 0.5, 0.0005, 0.1),
+        format("int4", 0.3, 0.002, 0.2),
+        format("int2", 0.2, 0.011, 0.2),
+    ];
+    assert_eq!(named(&verdict).as_deref(), Some("int4"));
+    // 2 (1 + 1.6) points are more than 5.
+    verdict.formats[1] = format("int4", 0.3, 0.002, 1.6);
+    assert_eq!(named(&verdict).as_deref(), Some("int8"));
+    // Answers above those of full attention make up for nothing.
+    verdict.formats[1] = format("int4", 0.3, 0.002, -9.0);
+    verdict.rows[0] = bounded("wpq", 0.1, 0.01, 2.6);
+    assert_eq!(named(&verdict), None);
+    verdict.rows[0] = bounded("wpq", 0.1, 0.01, 2.4);
+    assert_eq!(named(&verdict).as_deref(), Some("int4"));
+    verdict.formats[1].measured.dropped_after = Some(8);
+    assert_eq!(named(&verdict).as_deref(), Some("int8"));
+    assert!(verdict.check(SIZES).is_ok());
+    verdict.formats[0].size_fraction = f64::NAN;
+    assert!(verdict.check(SIZES).is_err());
 }
 
 /// A row whose KL is at most 1.5 times its mean, and which is this many points below full attention, at most twice as

@@ -23,6 +23,16 @@ pub struct Planned {
 }
 
 impl Planned {
+    /// Plans to read everything.
+    pub fn everything(method: usize) -> Self {
+        Self {
+            method,
+            target: 1.0,
+            budget: Some(1.0),
+            least: 1.0,
+        }
+    }
+
     /// Finds the budget that reads `target`, given what the budgets of [`GRID`] read: by linear interpolation between
     /// two of them, or the largest budget if none reads that much.
     pub fn new(method: usize, target: f64, reads: &[f64]) -> Self {

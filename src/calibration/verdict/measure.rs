@@ -13,6 +13,8 @@ use crate::method::Method;
 use crate::method::declaration::{Ask, InVerdict};
 use crate::method::named::{self, Named};
 use crate::method::params::MethodParams;
+use crate::method::registry::FULL;
+use crate::method::rotation;
 use crate::model::Model;
 use crate::runner::DecodeOptions;
 use crate::runner::eval::{Bootstrap, Layerwise, Passage, Variant, VariantReport};
@@ -38,9 +40,11 @@ pub struct Judging<'a> {
     pub material: &'a Material,
 }
 
-/// A method at a share of the bytes.
+/// A method at a share of the bytes, or full attention over a cache of another format.
 pub(super) struct Row {
     pub planned: Planned,
+    /// The format of the cache in a row of full attention; `None` in those of methods, which read bf16.
+    pub kv: Option<KvType>,
     /// Its losses on the blocks of text.
     pub text: VariantReport,
     /// Its losses on each of the other texts.
@@ -94,7 +98,12 @@ impl Judging<'_> {
             )
         };
         let texts: Vec<String> = self.material.all().map(texts).collect();
-        let note = format!("verdict: {} on {}", names.join(", "), texts.join(", "));
+        let formats: Vec<String> = self.settings.formats.iter().map(KvType::to_string).collect();
+        let formats = match formats.is_empty() {
+            true => String::new(),
+            false => format!(", full attention over {}", formats.join(", ")),
+        };
+        let note = format!("verdict: {}{formats} on {}", names.join(", "), texts.join(", "));
         self.machine.reporter.note(&note);
     }
 
@@ -103,7 +112,13 @@ impl Judging<'_> {
     /// # Errors
     /// Activations that are not finite; an interrupt.
     pub fn measure(&self, artifact: &Artifact, stages: &mut Stages) -> Result<Verdict> {
-        let named = self.settings.methods(artifact);
+        let measured = self.settings.methods(artifact);
+        // After the methods: full attention, which reads caches of other formats.
+        let full = Named {
+            method: FULL,
+            tail: false,
+        };
+        let named = [measured.as_slice(), &[full]].concat();
         let params = MethodParams::default();
         let ask = Ask {
             artifact: Some(artifact),
@@ -117,7 +132,7 @@ impl Judging<'_> {
             .map(|named| named.prepare(&ask))
             .collect::<Result<_>>()?;
         let layers = self.machine.layers(&self.model.decoder)?;
-        let names: Vec<String> = named.iter().map(Named::to_string).collect();
+        let names: Vec<String> = measured.iter().map(Named::to_string).collect();
         self.announce(&names);
         let mut measurement = Measurement {
             judging: self,
@@ -125,6 +140,7 @@ impl Judging<'_> {
                 layers: layers.as_ref(),
                 options: DecodeOptions {
                     packed: params.selfindex.layout(Some(artifact))?,
+                    maps: rotation::maps(Some(artifact), self.settings.formats.iter().copied())?,
                     ..DecodeOptions::new(Budget::Fraction(1.0), KvType::BF16)
                 },
             },
@@ -147,19 +163,22 @@ impl Judging<'_> {
 }
 
 impl Measurement<'_> {
-    fn variant(&self, method: usize, budget: f64) -> Variant<'_> {
+    fn variant(&self, method: usize, budget: f64, kv: Option<KvType>) -> Variant<'_> {
         Variant {
             method: self.methods[method].as_ref(),
             number: named::number(self.named, method),
             budget: Budget::Fraction(budget),
-            kv: None,
+            kv,
         }
     }
 
     /// Names a row in messages.
     fn name(&self, row: &Row) -> String {
         let Planned { method, target, .. } = row.planned;
-        format!("{} at {:.0}%", self.named[method], 100.0 * target)
+        match row.kv {
+            Some(kv) => format!("{} over {kv}", self.named[method]),
+            None => format!("{} at {:.0}%", self.named[method], 100.0 * target),
+        }
     }
 
     /// Runs `work` with a function that it calls after each layer.
@@ -183,34 +202,39 @@ impl Measurement<'_> {
             steps: first.steps.min(SAMPLED_STEPS),
             ..first.clone()
         };
-        let grid = (0..self.methods.len()).flat_map(|m| GRID.map(|budget| (m, budget)));
+        let full = self.methods.len() - 1;
+        let grid = (0..full).flat_map(|m| GRID.map(|budget| (m, budget)));
         let variants: Vec<Variant> = grid
-            .map(|(method, budget)| self.variant(method, budget))
+            .map(|(method, budget)| self.variant(method, budget, None))
             .collect();
         let reads = self.with_progress(BUDGETS, |done| self.layerwise.reads(&sample, &variants, done))?;
         let reads: Vec<f64> = reads.into_iter().map(|share| share.unwrap_or(1.0)).collect();
         let empty = VariantReport::new(self.judging.model.config());
+        let row = |planned: Planned, kv| Row {
+            planned,
+            kv,
+            text: empty.clone(),
+            others: vec![empty.clone(); self.judging.material.others.len()],
+            is_oracle: self.named[planned.method].method.verdict() == InVerdict::Oracle,
+            is_dropped: false,
+            score: Score::default(),
+        };
         for (method, reads) in reads.chunks(GRID.len()).enumerate() {
-            for target in &self.judging.settings.reads {
-                self.rows.push(Row {
-                    planned: Planned::new(method, *target, reads),
-                    text: empty.clone(),
-                    others: vec![empty.clone(); self.judging.material.others.len()],
-                    is_oracle: self.named[method].method.verdict() == InVerdict::Oracle,
-                    is_dropped: false,
-                    score: Score::default(),
-                });
-            }
+            let targets = self.judging.settings.reads.iter();
+            let rows = targets.map(|target| row(Planned::new(method, *target, reads), None));
+            self.rows.extend(rows);
         }
+        let formats = self.judging.settings.formats.iter();
+        self.rows.extend(formats.map(|kv| row(Planned::everything(full), Some(*kv))));
         Ok(())
     }
 
     /// Lists the variants of some rows that are still measured.
     fn variants(&self, is_wanted: fn(&Row) -> bool) -> Vec<Variant<'_>> {
         let wanted = self.rows.iter().filter(|row| is_wanted(row));
-        let budgets = wanted.filter_map(|row| Some((row.planned.method, row.planned.budget?)));
+        let budgets = wanted.filter_map(|row| Some((row.planned.method, row.planned.budget?, row.kv)));
         budgets
-            .map(|(method, budget)| self.variant(method, budget))
+            .map(|(method, budget, kv)| self.variant(method, budget, kv))
             .collect()
     }
 
@@ -358,8 +382,9 @@ impl Measurement<'_> {
             bootstrap: bootstrap.as_ref(),
             full: outcome.as_ref().ok().map(|(_, full)| full),
         };
-        let rows = self.rows.iter();
+        let rows = self.rows.iter().filter(|row| row.kv.is_none());
         let rows = rows.map(|row| results.row(row, &names[row.planned.method]));
+        let formats = self.rows.iter().filter_map(|row| results.format(row));
         let probe = outcome.as_ref().ok().map(|(probe, full)| MeasuredProbe {
             kind: probe.kind.key().to_owned(),
             length: probe.length,
@@ -374,6 +399,7 @@ impl Measurement<'_> {
             window: WINDOW,
             kv: KvType::BF16.to_string(),
             rows: rows.collect(),
+            formats: formats.collect(),
             limits: Some(self.judging.settings.limits()),
             not_probed: outcome.err(),
             probe,

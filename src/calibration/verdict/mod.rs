@@ -9,6 +9,7 @@ use serde::{Deserialize, Serialize};
 use crate::artifact::{self, Artifact, LossLimits};
 use crate::corpus::{Corpus, Reserve};
 use crate::error::{Error, Result};
+use crate::kv::{KvType, RowFormat};
 use crate::method::named::Named;
 use crate::method::registry::always_measured;
 use crate::runner::verdict::{BLOCK, Material, Wanted};
@@ -33,6 +34,20 @@ pub struct VerdictSettings {
     pub points: f64,
     /// The methods to measure; if empty, every method with a section in the artifact, and some that need none.
     pub methods: Vec<Named>,
+    /// Types of the cache over which full attention is measured, besides bf16.
+    pub formats: Vec<KvType>,
+}
+
+/// The formats that a verdict measures unless it is told otherwise.
+pub fn usual_formats() -> Vec<KvType> {
+    let pair = |keys, values| KvType { keys, values };
+    vec![
+        KvType::INT8,
+        pair(RowFormat::INT8, RowFormat::INT4),
+        KvType::both(RowFormat::INT4),
+        pair(RowFormat::INT4, RowFormat::INT2),
+        KvType::both(RowFormat::INT2),
+    ]
 }
 
 impl Default for VerdictSettings {
@@ -45,6 +60,7 @@ impl Default for VerdictSettings {
             kl: artifact::USUAL_KL,
             points: 5.0,
             methods: Vec::new(),
+            formats: usual_formats(),
         }
     }
 }
@@ -88,13 +104,13 @@ impl VerdictSettings {
         Ok(())
     }
 
-    /// Counts the combinations of method and budget for an artifact with the sections of `calibrated` methods.
+    /// Counts the combinations of method and budget, and the formats, for an artifact with the sections of `calibrated` methods.
     pub fn variants(&self, calibrated: usize) -> usize {
         let methods = match self.methods.len() {
             0 => calibrated + always_measured().count(),
             named => named,
         };
-        methods * self.reads.len()
+        methods * self.reads.len() + self.formats.len()
     }
 
     /// Returns how many texts the measurement wants.

@@ -1,7 +1,7 @@
 //! The results of a measurement, as the artifact keeps them.
 
 use super::measure::Row;
-use crate::artifact::{Answered, HeadLosses, Intervals, Measured, MethodLoss, OtherLosses};
+use crate::artifact::{Answered, FormatLoss, HeadLosses, Intervals, Measured, MethodLoss, OtherLosses};
 use crate::runner::eval::{Bootstrap, Metrics, VariantReport};
 use crate::runner::verdict::{Material, Score, Texts};
 
@@ -16,7 +16,7 @@ pub(super) struct Results<'a> {
 
 impl Results<'_> {
     fn read(&self, report: &VariantReport) -> Option<f64> {
-        report.counts.bytes_fraction()
+        report.counts.uncompressed_fraction()
     }
 
     /// Collects the results of a row.
@@ -28,13 +28,26 @@ impl Results<'_> {
             oracle: row.is_oracle,
             reads_target: row.planned.target,
             bytes_read_fraction: rounded(read.unwrap_or(row.planned.least)),
-            measured: budget.map(|budget| Measured {
-                dropped_after: row.is_dropped.then_some(row.text.blocks()),
-                intervals: self.intervals(row),
-                others: self.others(row),
-                probe: self.answered(row),
-                ..measured(budget, &row.text)
-            }),
+            measured: budget.map(|budget| self.measured(row, budget)),
+        }
+    }
+
+    /// Collects the results of a row of full attention over another format; `None` for a row of a method.
+    pub fn format(&self, row: &Row) -> Option<FormatLoss> {
+        Some(FormatLoss {
+            kv: row.kv?.to_string(),
+            size_fraction: rounded(self.read(&row.text).unwrap_or(1.0)),
+            measured: self.measured(row, 1.0),
+        })
+    }
+
+    fn measured(&self, row: &Row, budget: f64) -> Measured {
+        Measured {
+            dropped_after: row.is_dropped.then_some(row.text.blocks()),
+            intervals: self.intervals(row),
+            others: self.others(row),
+            probe: self.answered(row),
+            ..measured(budget, &row.text)
         }
     }
 

@@ -239,6 +239,8 @@ impl Timing<'_> {
             "tokens_per_s": rate, "kv_read_fraction": engine.shares(ids[0])?.read,
             "bytes_read_fraction": counts.bytes_fraction(), "granule": options.granule,
             "bytes_moved_fraction": counts.moved_fraction(),
+            "uncompressed_read_fraction": counts.uncompressed_fraction(),
+            "uncompressed_moved_fraction": counts.uncompressed_moved_fraction(),
             "scratch_bytes_fraction": counts.scratch_fraction(),
             "bytes": moved, "weights": weights, "weight_bytes": forward.bytes(), "index_bytes": index_bytes,
             "kv_bytes": kv_bytes, "batch": sequences, "context": context, "method": served.name,

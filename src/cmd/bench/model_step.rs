@@ -298,6 +298,8 @@ impl ModelSetting<'_> {
             "adapter": driver.adapter(), "tokens_per_s": rate, "kv_read_fraction": read,
             "bytes_read_fraction": share, "granule": backend.granule(),
             "bytes_moved_fraction": counts.moved_fraction(),
+            "uncompressed_read_fraction": counts.uncompressed_fraction(),
+            "uncompressed_moved_fraction": counts.uncompressed_moved_fraction(),
             "scratch_bytes_fraction": counts.scratch_fraction(), "bytes": moved,
         });
         let (rates, said) = against_read_loop(moved, times.median, bandwidth);

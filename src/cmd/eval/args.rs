@@ -66,7 +66,7 @@ pub struct Args {
     #[arg(help_heading = "Measurement", long, value_name = "X,Y", value_delimiter = ',', default_value = "0.06", value_parser = BudgetOf::parse)]
     pub(super) budgets: Vec<BudgetOf>,
     /// Instead of --budgets: shares of the bytes of all visible keys and values that a step may read, index included,
-    /// such as 0.05,0.1. kvsmith searches for the budget of each method on some of the blocks or lines
+    /// such as 0.05,0.1; for a cache in 8 bits or fewer, of their bytes in bf16. kvsmith searches for the budget of each method on some of the blocks or lines
     #[arg(help_heading = "Measurement", long, value_name = "F,G", value_delimiter = ',', value_parser = parse_share, conflicts_with_all = ["budgets", "head_plan"])]
     pub(super) reads: Vec<f64>,
     /// Number of bytes that memory moves at once, a power of two up to 4096. --reads counts bytes as such a memory moves

@@ -89,10 +89,13 @@ impl Measurements<'_> {
         };
         let report = &self.evaluation.reports[variant];
         let shares = report.shares();
+        let [read, moved] = self.evaluation.uncompressed_fractions(variant);
         let more = json!({
             "needle_accuracy": report.answers.accuracy(),
             "bytes_read_fraction": self.evaluation.bytes_fraction(variant),
             "bytes_moved_fraction": self.evaluation.moved_fraction(variant),
+            "uncompressed_read_fraction": read,
+            "uncompressed_moved_fraction": moved,
             "scratch_bytes_fraction": self.evaluation.scratch_fraction(variant),
             "kv_read_fraction": shares.read,
             "exact_dot_fraction": shares.products,

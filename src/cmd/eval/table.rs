@@ -13,7 +13,7 @@ type EvalColumn = (&'static str, usize, fn(&Value) -> String);
 
 /// The columns on text.
 const ON_TEXT: [EvalColumn; 6] = [
-    ("read", 7, |row| share(row, "bytes_read_fraction")),
+    ("read", 7, |row| share(row, "uncompressed_read_fraction")),
     ("KL nats", 8, |row| decimal(row, "kl")),
     ("95% interval", 16, |row| interval(row, "kl")),
     ("recall", 7, |row| share(row, "recall")),
@@ -23,7 +23,7 @@ const ON_TEXT: [EvalColumn; 6] = [
 
 /// The columns on needles.
 const ON_NEEDLES: [EvalColumn; 3] = [
-    ("read", 7, |row| share(row, "bytes_read_fraction")),
+    ("read", 7, |row| share(row, "uncompressed_read_fraction")),
     ("answered", 8, |row| share(row, "needle_accuracy")),
     ("95% interval", 16, |row| interval(row, "needle_accuracy")),
 ];
@@ -60,7 +60,7 @@ pub fn text(rows: &[Value], questions: Option<(Feeding, &Answers)>, reads_key: &
     if let Some((_, full)) =
         questions.filter(|_| !rows.iter().any(|row| is_full(row) && !row["budget"].is_null()))
     {
-        let whole = json!({ "bytes_read_fraction": 1.0, "needle_accuracy": full.accuracy() });
+        let whole = json!({ "uncompressed_read_fraction": 1.0, "needle_accuracy": full.accuracy() });
         out += &line(&format!("{:<14} {:>7}", FULL.as_str(), ""), &whole, main);
     }
     for row in rows {

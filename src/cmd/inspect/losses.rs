@@ -1,8 +1,8 @@
 //! The verdict of an artifact as text: what to use, what each method loses, and which heads are weak.
 
 use super::paragraph;
-use crate::artifact::{Artifact, Measured, MethodLoss, OtherLosses, USUAL_KL, Verdict, share};
-use crate::cmd::verdict::cautions;
+use crate::artifact::{Artifact, FormatLoss, Measured, MethodLoss, OtherLosses, USUAL_KL, Verdict, share};
+use crate::cmd::verdict::{cache, cautions};
 use crate::error::Result;
 use crate::method::registry::plain_window;
 use crate::wording::counted;
@@ -77,8 +77,8 @@ pub fn recommendation(verdict: &Verdict) -> String {
                 100.0 * (1.0 - of.top1_equal)
             ),
         );
-        for caution in cautions(verdict) {
-            out += &paragraph("", &caution);
+        for line in cache(verdict, of).into_iter().chain(cautions(verdict)) {
+            out += &paragraph("", &line);
         }
     }
     out
@@ -128,13 +128,39 @@ pub fn table(verdict: &Verdict, artifact: &Artifact) -> Result<String> {
             ),
         };
     }
+    out += &formats(verdict);
     out += &others(verdict);
     out += &heads(verdict, artifact)?;
     Ok(out)
 }
 
+/// Lists what full attention lost over caches of other formats.
+fn formats(verdict: &Verdict) -> String {
+    if verdict.formats.is_empty() {
+        return String::new();
+    }
+    let mut out =
+        "\nfull attention over caches of other types\n".to_owned() +
+        "--kv                     size      KL (95% interval)    KL p99   top-1 answered\n";
+    for FormatLoss {
+        kv,
+        size_fraction,
+        measured,
+    } in &verdict.formats
+    {
+        out += &format!("{kv:<22} {:>5.1}% {}", 100.0 * size_fraction, losses_of(measured));
+    }
+    out
+}
+
 /// Formats what a row lost on the blocks of text.
 fn measured(name: &str, row: &MethodLoss, of: &Measured) -> String {
+    let read = 100.0 * row.bytes_read_fraction;
+    format!("{name:<15} {:.4} {read:>5.1}% {}", of.budget, losses_of(of))
+}
+
+/// Formats losses on the blocks of text, and answers.
+fn losses_of(of: &Measured) -> String {
     let interval = of.intervals.map_or(String::new(), |of| {
         let digits = if of.kl[1] < 10.0 { 4 } else { 1 };
         format!("({:.digits$} to {:.digits$})", of.kl[0], of.kl[1])
@@ -145,9 +171,7 @@ fn measured(name: &str, row: &MethodLoss, of: &Measured) -> String {
         (None, None) => "-".to_owned(),
     };
     format!(
-        "{name:<15} {:.4} {:>5.1}% {:>7.4} {interval:<18} {:>5.3} {:>6.1}% {answered:>8}\n",
-        of.budget,
-        100.0 * row.bytes_read_fraction,
+        "{:>7.4} {interval:<18} {:>5.3} {:>6.1}% {answered:>8}\n",
         of.kl,
         of.kl_p99,
         100.0 * of.top1_equal,

@@ -120,7 +120,9 @@ impl Sources<'_> {
                 .sum()
         };
         // Those of one format, and the mixed ones that were measured.
+        let judged = self.verdict().into_iter().flat_map(|verdict| &verdict.formats);
         let measured = self.evals.iter().filter_map(|of| of.document["kv"].as_str());
+        let measured = measured.chain(judged.map(|of| of.kv.as_str()));
         let measured = measured.filter_map(KvType::named);
         let types = FORMATS.iter().map(|format| KvType::both(*format)).chain(measured);
         let caches: BTreeMap<String, usize> = types

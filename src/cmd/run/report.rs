@@ -128,6 +128,8 @@ impl Ran<'_, '_, '_> {
             "bytes_read_fraction": self.bytes_fraction(),
             "granule": self.conversation.session.granule(),
             "bytes_moved_fraction": total.moved_fraction(),
+            "uncompressed_read_fraction": total.uncompressed_fraction(),
+            "uncompressed_moved_fraction": total.uncompressed_moved_fraction(),
             "scratch_bytes_fraction": total.scratch_fraction(),
             "bypasses": (0..self.layers.len()).map(|layer| self.bypasses(layer)).sum::<u64>(),
             "bypassed_heads": total.bypassed_heads,

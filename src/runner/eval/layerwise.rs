@@ -156,7 +156,7 @@ impl Layerwise<'_> {
         done: &mut dyn FnMut(usize),
     ) -> Result<Vec<Option<f64>>> {
         let runs = self.run(std::slice::from_ref(passage), variants, Measure::Reads, done)?;
-        let share = |report: &VariantReport| report.counts.bytes_fraction();
+        let share = |report: &VariantReport| report.counts.uncompressed_fraction();
         Ok(runs
             .iter()
             .flat_map(|run| run.reports.iter().map(share))

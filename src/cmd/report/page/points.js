@@ -83,11 +83,13 @@ function leastLoss(points) {
   return own.reduce((a, b) => (a && a.kl <= b.kl ? a : b), null);
 }
 
+/** Counts the positions that all layers see at the chosen context. */
+const visible = () => data.serving.visible[contexts.indexOf(state.context)];
+
 /** Returns the bytes of a run at the chosen context. */
 function costs(point) {
-  const visible = data.serving.visible[contexts.indexOf(state.context)];
-  const cache = visible * data.serving.position_bytes[point.kv];
-  const index = (point.indexBits / 8) * visible * sizes.n_kv_heads + point.constant;
+  const cache = visible() * data.serving.position_bytes[point.kv];
+  const index = (point.indexBits / 8) * visible() * sizes.n_kv_heads + point.constant;
   return { cache, index, read: cache * point.read };
 }
 
@@ -243,7 +245,23 @@ function frontTable(of) {
     'Same top token', 'Recall', 'Attention covered', 'Index per key'], order.map(line));
 }
 
-const frontTables = () => (state.source === 'all' ? sources.filter((of) => of.rows) : [source()]).map(frontTable);
+/** Lists what full attention lost over caches of other types, and the bytes of such a cache at the chosen context. */
+function cacheTable() {
+  const line = ({ kv, kl, intervals }, i) => {
+    const cell = (key, format) => shown(`inspect#/methods/formats/${i}/${key}`, format);
+    const size = visible() * data.serving.position_bytes[kv];
+    return [kv, cell('size_fraction', percent), computed(size, bytes, 'bytes of a position × positions in all layers'), cell('kl', nats),
+      intervals ? [cell('intervals/kl/0', nats), ' to ', cell('intervals/kl/1', nats)] : '–', cell('kl_p99', nats), cell('top1_equal', percent)];
+  };
+  return table('Full attention over caches of other types (the verdict)', ['Type (--kv)', 'Share of bf16', `At ${tokens(state.context)} tokens`, 'KL, nats', '95% interval',
+    'KL 99th percentile', 'Same top token'], METHODS.formats.map(line));
+}
+
+/** Lists the tables under the chart. */
+function frontTables() {
+  const losses = (state.source === 'all' ? sources.filter((of) => of.rows) : [source()]).map(frontTable);
+  return METHODS?.formats ? [...losses, cacheTable()] : losses;
+}
 
 function frontSection() {
   if (!sources.length) return leaveOut('front');
