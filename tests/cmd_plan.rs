@@ -360,9 +360,9 @@ fn shards_take_what_arithmetic_by_hand_says() {
         );
 
         // pack writes and checks the artifact; the verdict reads it and runs the model once for the budgets, twice for
-        // the texts and three times for the questions. It writes 7 methods at 3 shares: means, intervals, means on
+        // the texts and three times for the questions. It writes 7 methods at 3 shares, and full attention over 5 types of the cache: means, intervals, means on
         // three other kinds and lengths of text, answers.
-        let judged = packed + 21 * (60 + 110 + 3 * 140 + 90 + layers * 8 * 25);
+        let judged = packed + 26 * (60 + 110 + 3 * 140 + 90 + layers * 8 * 25);
         check(join, "written_bytes", packed + judged);
         check(
             join,
@@ -370,10 +370,10 @@ fn shards_take_what_arithmetic_by_hand_says() {
             2 * packed + packed + 6 * pass + 9 * n + judged,
         );
         check(join, "mapped_bytes", layer);
-        // Together, 12 blocks of text and 8 of UUIDs, and one of full length of each, with 16 steps of 21 variants each.
-        let (ends, steps) = (20 * 2048 + 2 * 16_384, 21 * 16);
-        // On each of two threads, a head has its queries three times, and keys, values, caches and indices as eight.
-        let on_threads = 2 * (3 * group + 8) * 16_384 * 512;
+        // Together, 12 blocks of text and 8 of UUIDs, and one of full length of each, with 16 steps of 26 variants each.
+        let (ends, steps) = (20 * 2048 + 2 * 16_384, 26 * 16);
+        // On each of two threads, a head has its queries three times, and keys, values, caches and indices as twelve.
+        let on_threads = 2 * (3 * group + 12) * 16_384 * 512;
         let verdict = (ends + 22 * steps) * hidden * 4 + steps * 2 * (q + kv) * 4 + attends + on_threads;
         check(join, "memory_bytes", program + results.max(kept + verdict));
         check(

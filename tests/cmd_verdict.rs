@@ -188,11 +188,22 @@ fn a_run_takes_what_is_recommended() {
     );
     let format = verdict.format_with(of).expect("int8 loses next to nothing");
     assert!(
-        shown.stdout.contains(&format!("--kv {} takes", format.kv))
-            && shown.stdout.contains("full attention over caches"),
+        shown
+            .stdout
+            .contains(&format!("cache: --kv {} should fit", format.kv)),
         "{}",
         shown.stdout
     );
+    let whole = kvsmith(&format!("inspect {art} -v")).ok().stdout;
+    let (_, formats) = whole
+        .split_once("full attention over caches of other types\n")
+        .expect("a table");
+    for (line, of) in formats.lines().skip(1).zip(&verdict.formats) {
+        assert!(
+            line.starts_with(&format!("{} ", of.kv)) && line.len() <= 80,
+            "{line}"
+        );
+    }
     for line in shown.stdout.lines().filter(|line| !line.contains(&art)) {
         assert!(line.chars().count() <= 80, "{line}");
     }

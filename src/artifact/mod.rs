@@ -22,8 +22,8 @@ pub use section::{
 };
 pub use table::{Column, HeadReport, share, table, worst_heads};
 pub use verdict::{
-    Answered, FormatLoss, HeadLosses, Intervals, LossLimits, Measured, MeasuredProbe, MeasuredTexts, MethodLoss,
-    OtherLosses, USUAL_KL, Verdict,
+    Answered, FormatLoss, HeadLosses, Intervals, LossLimits, Measured, MeasuredProbe, MeasuredTexts,
+    MethodLoss, OtherLosses, USUAL_KL, Verdict,
 };
 pub use write::{Judged, pack, write, write_judged, write_with_verdict};
 

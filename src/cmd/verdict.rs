@@ -48,8 +48,8 @@ pub struct VerdictFlags {
     /// and topk, ctkvr and streaming)
     #[arg(long, value_name = "A,B", value_delimiter = ',', value_parser = NamedParser)]
     verdict_methods: Vec<Named>,
-    /// Types of the cache over which full attention is measured, besides bf16, which methods read. May be given several times
-    /// (default: int8, k=int8,v=int4, int4, k=int4,v=int2 and int2)
+    /// Types of the cache over which full attention is measured too; methods are measured over bf16. May be given several
+    /// times (default: int8, k=int8,v=int4, int4, k=int4,v=int2 and int2)
     #[arg(long, value_name = "TYPE", value_parser = kv_type())]
     verdict_kv: Vec<KvType>,
 }
@@ -189,12 +189,12 @@ pub fn summary(verdict: &Verdict) -> Option<String> {
     );
     let mut text = if verdict.within(verdict.limit()).is_some() {
         format!(
-            "recommended: {setting}: the smallest share measured that stays within {}",
+            "recommended: {setting}; of all shares measured, the smallest within {}",
             limits(verdict)
         )
     } else {
         format!(
-            "nothing measured stays within {}; `run` uses the smallest KL: {setting}",
+            "nothing measured stays within {}; `run` takes the setting with the smallest KL: {setting}",
             limits(verdict)
         )
     };
@@ -206,17 +206,17 @@ pub fn summary(verdict: &Verdict) -> Option<String> {
 
 /// Names the format of the cache that a setting can take; `None` if no format was measured.
 pub(super) fn cache(verdict: &Verdict, of: &Measured) -> Option<String> {
-    if verdict.formats.is_empty() {
+    if verdict.formats.is_empty() || verdict.within(verdict.limit()).is_none() {
         return None;
     }
     let Some(format) = verdict.format_with(of) else {
         return Some(format!(
-            "cache: {}; no smaller type that was measured stays within the limit together with this setting",
+            "cache: keep {}; with every smaller type, the losses add up to more than the limits",
             verdict.kv
         ));
     };
     Some(format!(
-        "cache: --kv {} takes {:.0}% of the bytes of bf16; alone, it loses {:.4} nats: the smallest type whose loss and that of this setting add up to no more than the limit",
+        "cache: --kv {} should fit too ({:.0}% of the bytes; KL {:.4} by itself, which added to that of this setting keeps the limits)",
         format.kv,
         100.0 * format.size_fraction,
         format.measured.kl,
@@ -237,7 +237,7 @@ pub(super) fn cautions(verdict: &Verdict) -> Vec<String> {
     let mut out = Vec::new();
     if verdict.is_guess() {
         out.push(format!(
-            "a guess: measured on {} of text, but intervals need {FEWEST}: more text beyond --max-tokens, --verdict-tokens or --holdout",
+            "a guess: measured on {} of text; intervals need {FEWEST}: give text beyond --max-tokens, or raise --verdict-tokens or --holdout",
             counted(verdict.blocks, "block")
         ));
     }
@@ -270,7 +270,7 @@ pub(super) fn cautions(verdict: &Verdict) -> Vec<String> {
         let means = if others.is_empty() {
             String::new()
         } else {
-            format!("; means alone at {}", others.join(", "))
+            format!("; at {} tokens, only means were measured", others.join(", "))
         };
         out.push(format!(
             "limits checked on texts of {} tokens{means}",

@@ -163,7 +163,11 @@ impl KvType {
     /// floats.
     pub fn uncompressed_bytes(self, d: usize) -> usize {
         let bytes = |format: RowFormat, part| {
-            let own = if format.float().is_some() { format } else { RowFormat::BF16 };
+            let own = if format.float().is_some() {
+                format
+            } else {
+                RowFormat::BF16
+            };
             own.bytes(part, d)
         };
         bytes(self.keys, Part::Keys) + bytes(self.values, Part::Values)
@@ -295,7 +299,10 @@ mod tests {
             128 + 24
         );
         let uncompressed = |name: &str| KvType::named(name).unwrap().uncompressed_bytes(64);
-        assert_eq!(["f32", "bf16", "int4", "k=f32,v=int8"].map(uncompressed), [512, 256, 256, 384]);
+        assert_eq!(
+            ["f32", "bf16", "int4", "k=f32,v=int8"].map(uncompressed),
+            [512, 256, 256, 384]
+        );
         assert_eq!(KvType::F32.row_arrays(10), [[Some(40), None], [Some(40), None]]);
     }
 }

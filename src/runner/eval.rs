@@ -349,7 +349,10 @@ impl<'a> Evaluation<'a> {
     /// keys and values in floats.
     pub fn uncompressed_fractions(&self, variant: usize) -> [Option<f64>; 2] {
         let counts = &self.reports[variant].counts;
-        [counts.uncompressed_fraction(), counts.uncompressed_moved_fraction()]
+        [
+            counts.uncompressed_fraction(),
+            counts.uncompressed_moved_fraction(),
+        ]
     }
 
     /// Returns the bytes of the buffers that a variant's decode steps filled and read again, over those of all visible

@@ -84,6 +84,7 @@ fn the_smallest_format_that_stays_within_the_limits_with_a_setting_is_named() {
     assert_eq!(named(&verdict).as_deref(), Some("int4"));
     verdict.formats[1].measured.dropped_after = Some(8);
     assert_eq!(named(&verdict).as_deref(), Some("int8"));
+    verdict.formats[1] = format("int4", 0.3, 0.002, 0.2);
     assert!(verdict.check(SIZES).is_ok());
     verdict.formats[0].size_fraction = f64::NAN;
     assert!(verdict.check(SIZES).is_err());

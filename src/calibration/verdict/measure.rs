@@ -225,7 +225,8 @@ impl Measurement<'_> {
             self.rows.extend(rows);
         }
         let formats = self.judging.settings.formats.iter();
-        self.rows.extend(formats.map(|kv| row(Planned::everything(full), Some(*kv))));
+        self.rows
+            .extend(formats.map(|kv| row(Planned::everything(full), Some(*kv))));
         Ok(())
     }
 

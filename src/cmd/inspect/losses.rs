@@ -73,7 +73,7 @@ pub fn recommendation(verdict: &Verdict) -> String {
         out += &paragraph(
             "",
             &format!(
-                "{mark}the setting that `run` uses without --method and --budget: in {:.0}% of the steps, it changes the most probable token (the KL is in nats)",
+                "{mark}the setting that `run` uses by default: in {:.0}% of the steps, it changes the most probable token (KL is in nats)",
                 100.0 * (1.0 - of.top1_equal)
             ),
         );
@@ -139,9 +139,8 @@ fn formats(verdict: &Verdict) -> String {
     if verdict.formats.is_empty() {
         return String::new();
     }
-    let mut out =
-        "\nfull attention over caches of other types\n".to_owned() +
-        "--kv                     size      KL (95% interval)    KL p99   top-1 answered\n";
+    let mut out = "\nfull attention over caches of other types\n".to_owned()
+        + "--kv                     size      KL (95% interval)    KL p99   top-1 answered\n";
     for FormatLoss {
         kv,
         size_fraction,
