@@ -64,9 +64,10 @@ impl VerdictFlags {
             kl: self.verdict_kl,
             points: self.verdict_points,
             methods: self.verdict_methods.clone(),
-            formats: match self.verdict_kv.is_empty() {
-                true => usual_formats(),
-                false => self.verdict_kv.clone(),
+            formats: if self.verdict_kv.is_empty() {
+                usual_formats()
+            } else {
+                self.verdict_kv.clone()
             },
             ..VerdictSettings::default()
         }

@@ -99,9 +99,10 @@ impl Judging<'_> {
         };
         let texts: Vec<String> = self.material.all().map(texts).collect();
         let formats: Vec<String> = self.settings.formats.iter().map(KvType::to_string).collect();
-        let formats = match formats.is_empty() {
-            true => String::new(),
-            false => format!(", full attention over {}", formats.join(", ")),
+        let formats = if formats.is_empty() {
+            String::new()
+        } else {
+            format!(", full attention over {}", formats.join(", "))
         };
         let note = format!("verdict: {}{formats} on {}", names.join(", "), texts.join(", "));
         self.machine.reporter.note(&note);
