@@ -217,7 +217,7 @@ pub(super) fn cache(verdict: &Verdict, of: &Measured) -> Option<String> {
         ));
     };
     Some(format!(
-        "cache: --kv {} should fit too ({:.0}% of the bytes; KL {:.4} by itself, which added to that of this setting keeps the limits)",
+        "cache: --kv {} should fit too: {:.0}% of the bytes, KL {:.4} more",
         format.kv,
         100.0 * format.size_fraction,
         format.measured.kl,
