@@ -27,7 +27,7 @@ ONLY =
 LLAMA =
 TRANSFORMERS =
 # The tables of `make results`, of which each has a document in docs/results. Of `make results-easy-4096` too.
-TABLES = text long same claims questions-4096 questions-8192 wpq-bits wpq-center row-formats row-reads row-maps equal-time code-store index-search
+TABLES = text long same claims questions-4096 questions-8192 wpq-bits wpq-center row-formats row-sums row-reads row-maps equal-time code-store index-search
 REAL_PYTHON = $(REAL)/python/bin/python
 
 .PHONY: all static demo test check fuzz setup vulkan chromium cuda launches golden clean results sweep pages real study screenshots gpu-kit gpu-check \

@@ -247,7 +247,7 @@ def blocks(found):
 
 
 OTHERS = {"study-pays": tables.study_table, "study-domains": tables.study_table, "study-lengths": tables.study_table, "wpq-bits": tables.bits_table,
-          "wpq-center": tables.center_table, "row-formats": tables.format_table, "row-reads": tables.reads_table, "row-format-times": tables.format_time_table, "row-maps": tables.map_table,
+          "wpq-center": tables.center_table, "row-formats": tables.format_table, "row-sums": tables.sums_table, "row-reads": tables.reads_table, "row-format-times": tables.format_time_table, "row-maps": tables.map_table,
           "equal-time": tables.time_table, "code-store": tables.store_table, "index-search": tables.search_table}
 
 

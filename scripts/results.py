@@ -15,6 +15,7 @@ stopped run continues. The tables:
     wpq-bits          wpq with codes of 32 and 64 bits, on development text
     wpq-center        wpq around the path of the mean and around the mean: the error of the codes
     row-formats       what full attention loses with caches of each format
+    row-sums          what choosing and rounding lose apart and together
     row-reads         what `wpq` loses over rows of each format, at equal bytes in lines of memory
 
 Unless a table says otherwise, text of one work is measured with artifacts that are calibrated on the other work. `--final`
@@ -318,6 +319,18 @@ class Results(Lab):
             fail(f"`eval --kv {first}` measured {document['kv']} with the maps {document['rotation']} on {document['device']}", "report this")
         return document, [(row.get("kv", first), row) for row in document["rows"]]
 
+    def row_sums(self):
+        """Measure what choosing and rounding lose apart and together; everything is fitted to the other work."""
+        text = self.tokens("row-formats", self.blocks("handbook", 2048, BLOCKS))
+        corpus = self.corpus_for("handbook")
+        artifact = self.packed(corpus, ("wpq", "rotation"))
+        require_apart(self.fits, "handbook")
+        command = ["--artifact", artifact, "--tokens", text, "--max-tokens", 10**9, "--seq-len", 2048, "--methods", "full,wpq", "--budgets", 0.05,
+                   "--decode", 16, *self.losses_only()]
+        document, rows = self.in_formats("row-sums", ("bf16", "int4", "int2"), command, [text, artifact], "artifact")
+        return {"calibration": dict(self.fits), "length": 2048, "works": ["handbook"] * BLOCKS, **conditions(document),
+                "rows": [kept(row) | {"kv": kv} for kv, row in rows]}
+
     def row_reads(self):
         """Measure what `wpq` and full attention lose over rows of each format; everything is fitted to the other work."""
         found, works = [], self.long_blocks()
@@ -351,7 +364,7 @@ class Results(Lab):
 TABLES = {"text": Results.short, "long": Results.long, "same": Results.same, "claims": Results.claims,
           "questions-4096": lambda of: of.questions(4096), "questions-8192": lambda of: of.questions(8192), "easy-4096": lambda of: of.easy(4096),
           "wpq-bits": Results.wpq_bits, "wpq-center": Results.wpq_center, "row-formats": Results.row_formats,
-          "row-reads": Results.row_reads}
+          "row-sums": Results.row_sums, "row-reads": Results.row_reads}
 
 
 def of_artifact(rows, own, beside, same):

@@ -416,6 +416,22 @@ def format_table(document):
     return about + filled(["`--kv`", "map", "bits per number", "with rows in 16 bits", "KL, nats (95%)", "99th percentile", "same top token"], rows)
 
 
+def sums_table(document):
+    """Return what rounding and choosing lose apart, what they lose together, and that over the sum of the two."""
+    of = {(row["method"], row["kv"]): row for row in document["rows"]}
+    chosen, rows = of["wpq", "bf16"], []
+    for (method, kv), both in of.items():
+        if method != "wpq" or both is chosen:
+            continue
+        rounded = of["full", kv]
+        apart = [a + b for a, b in zip(chosen["kl_by_block"], rounded["kl_by_block"])]
+        rows.append([f"`{kv}`", *(f"{kl:.4f}" for kl in (rounded["kl"], chosen["kl"], rounded["kl"] + chosen["kl"])), f"{both['kl']:.4f}" + spread(kl_interval(both), 4),
+                     f"{both['kl'] / (rounded['kl'] + chosen['kl']):.2f}" + spread(ratio_interval(both["kl_by_block"], apart), 2)])
+    works = ", ".join(dict.fromkeys(document["works"]))
+    about = f"{document['blocks']} blocks of {document['length']:,} tokens ({works}), {document['steps']} steps; `wpq` with a budget of {percent(chosen['budget'])}.\n\n"
+    return about + filled(["`--kv`", "`full`", "`wpq` over `bf16`", "sum", "`wpq` over it (95%)", "over the sum (95%)"], rows)
+
+
 def reads_table(document):
     """Return what full attention and `wpq` lose over rows of each format; of `wpq`, beside its loss over rows in bf16 at 5%."""
     [base] = [row for row in document["rows"] if (row["method"], row["form"], row["share"]) == ("wpq", "bf16", 0.05)]

@@ -348,6 +348,13 @@ class Pages(unittest.TestCase):
         self.assertEqual(round(rows["k=int4,v=int2", "balanced"]["kl"], 4), 0.0056)
         self.assertLess(tables.kl_interval(rows["int2", "balanced"])[1], tables.kl_interval(rows["2bit", "hadamard"])[0])
 
+    def test_losses_together_stand_beside_their_sum(self):
+        losses = {("full", "bf16"): 0, ("wpq", "bf16"): 0.01, ("full", "int4"): 0.002, ("wpq", "int4"): 0.018}
+        rows = [{"method": method, "kv": kv, "budget": 0.05, "kl": kl, "kl_by_block": [kl] * 20} for (method, kv), kl in losses.items()]
+        text = tables.sums_table({"length": 2048, "works": ["handbook"] * 20, "blocks": 20, "steps": 320, "rows": rows})
+        self.assertIn("| `int4` | 0.0020 | 0.0100 | 0.0120 | 0.0180 (0.0180 to 0.0180) | 1.50 (1.50 to 1.50) |", text)
+        self.assertEqual(len(text.splitlines()), 5)
+
     def test_rows_of_formats_stand_beside_those_in_bf16_at_5_percent(self):
         rows = [{"method": method, "form": form, "share": share, "budget": 0.02, "uncompressed_moved_fraction": share, "kl": kl, "kl_by_block": [kl] * 20}
                 for form, factor in (("bf16", 1), ("int4", 0.5)) for method, share, kl in (("full", 1, 0.001 * factor), ("wpq", 0.05, 0.01 * factor))]

@@ -360,8 +360,8 @@ fn shards_take_what_arithmetic_by_hand_says() {
         );
 
         // pack writes and checks the artifact; the verdict reads it and runs the model once for the budgets, twice for
-        // the texts and three times for the questions. It writes 7 methods at 3 shares, and full attention over 5 types of the cache: means, intervals, means on
-        // three other kinds and lengths of text, answers.
+        // the texts and three times for the questions. It writes 7 methods at 3 shares, and full attention over 5 types of
+        // the cache: means, intervals, means on three other kinds and lengths of text, answers.
         let judged = packed + 26 * (60 + 110 + 3 * 140 + 90 + layers * 8 * 25);
         check(join, "written_bytes", packed + judged);
         check(

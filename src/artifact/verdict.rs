@@ -313,11 +313,11 @@ impl Verdict {
         self.within(self.limit()).or_else(least)
     }
 
-    /// Returns the format of the cache that takes the fewest bytes, of those with which a row stays within the limits: if the
-    /// two were measured apart, their losses and points are added, with the upper ends of the intervals.
+    /// Returns the format of the cache that takes the fewest bytes, of those with which a row should stay within the limits. The
+    /// two were measured apart, so the upper ends of their divergences are added, and those of the points that they lose.
     ///
-    /// The errors of a choice and of rounding are independent of each other, and the divergence grows with the square of a
-    /// small error; so the divergences of the two add up.
+    /// A divergence grows with the square of a small error, and the errors of choosing and of rounding are taken to be
+    /// independent of each other; docs/dev/caches.md has a measurement.
     pub fn format_with(&self, row: &Measured) -> Option<&FormatLoss> {
         let points = |of: &Measured| of.probe.as_ref().map_or(0.0, |of| of.interval[1].max(0.0));
         let most = self.limits.map_or(f64::INFINITY, |of| of.points);

@@ -112,8 +112,9 @@ impl MemoryPlan {
         // Memory for the states of later blocks is reserved but not in use yet.
         let block =
             |i: usize| states(corpus.block(i).end) + block_bytes(c, corpus.block(i).len(), c.n_layers() > 1);
-        // On every thread, a head: its queries three times, its keys four times, its values, and what its caches, of
-        // bf16 and of the other formats, and its indices take.
+        // On every thread, a head: its queries three times, its keys four times, its values, and what its caches in bf16 and its
+        // indices take, as three. In the usual formats together, a key and a value take 50 bits, 1.6 rows; with the forks and
+        // the rows that they hold in bf16, as four.
         let heads = text.threads.min(c.n_kv_heads) * (3 * c.group() + 12);
         let pass = |texts: &Vec<[usize; 2]>| {
             let own = |steps: usize| judged.variants * steps;

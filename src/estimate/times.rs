@@ -257,7 +257,7 @@ struct Small {
     heads: usize,
     /// The calibration on blocks of half the length, then that on blocks of the whole length.
     runs: [SmallRun; 2],
-    /// Number of combinations of method and budget in the verdict.
+    /// Number of combinations of method and budget, and of formats of the cache, in the verdict.
     variants: usize,
     /// Decode steps of its only text.
     steps: usize,
@@ -315,12 +315,10 @@ impl Small {
             let grows = of_fits.chain(of_verdict).collect();
             let output = Output::create(&folder.path().join(format!("{rows}.safetensors")))?;
             let made = calibration.run(output, None)?;
-            let rows = made
-                .verdict
-                .transpose()?
-                .map(|verdict| verdict.rows)
-                .unwrap_or_default();
-            variants = rows.iter().filter(|row| row.measured.is_some()).count();
+            if let Some(verdict) = made.verdict.transpose()? {
+                let rows = verdict.rows.iter().filter(|row| row.measured.is_some());
+                variants = rows.count() + verdict.formats.len();
+            }
             Ok::<_, Error>(SmallRun {
                 stages: made.stages,
                 work: grows,

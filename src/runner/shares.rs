@@ -216,40 +216,34 @@ impl Counts {
     /// Returns [`Counts::bytes`] over the bytes of all visible keys and values in the same cache; `None` also if there
     /// was no selection.
     pub fn bytes_fraction(&self) -> Option<f64> {
-        self.fraction(self.bytes())
+        over(self.bytes(), self.visible_bytes)
     }
 
     /// Returns [`Counts::bytes`] over the bytes of all visible keys and values in floats, with which reads of caches of
     /// different formats can be compared.
     pub fn uncompressed_fraction(&self) -> Option<f64> {
-        self.of_uncompressed(self.bytes())
+        over(self.bytes(), self.uncompressed_bytes)
     }
 
     /// Returns [`Counts::moved_bytes`] over the same bytes as [`Counts::uncompressed_fraction`].
     pub fn uncompressed_moved_fraction(&self) -> Option<f64> {
-        self.of_uncompressed(self.moved_bytes)
+        over(self.moved_bytes, self.uncompressed_bytes)
     }
 
     /// Returns [`Counts::moved_bytes`] over the same bytes as [`Counts::bytes_fraction`].
     pub fn moved_fraction(&self) -> Option<f64> {
-        self.fraction(self.moved_bytes)
+        over(self.moved_bytes, self.visible_bytes)
     }
 
     /// Returns [`Counts::scratch_bytes`] over the same bytes as [`Counts::bytes_fraction`].
     pub fn scratch_fraction(&self) -> Option<f64> {
-        self.fraction(self.scratch_bytes)
+        over(self.scratch_bytes, self.visible_bytes)
     }
+}
 
-    /// Returns bytes over those of all visible keys and values; `None` if there was no selection.
-    fn fraction(&self, bytes: Option<u64>) -> Option<f64> {
-        let bytes = bytes.filter(|_| self.visible_bytes > 0);
-        bytes.map(|bytes| bytes as f64 / self.visible_bytes as f64)
-    }
-
-    fn of_uncompressed(&self, bytes: Option<u64>) -> Option<f64> {
-        let bytes = bytes.filter(|_| self.uncompressed_bytes > 0);
-        bytes.map(|bytes| bytes as f64 / self.uncompressed_bytes as f64)
-    }
+/// Returns bytes over others; `None` without any, as before the first selection.
+fn over(bytes: Option<u64>, all: u64) -> Option<f64> {
+    bytes.filter(|_| all > 0).map(|bytes| bytes as f64 / all as f64)
 }
 
 impl Default for Counts {

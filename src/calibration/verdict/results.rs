@@ -15,6 +15,7 @@ pub(super) struct Results<'a> {
 }
 
 impl Results<'_> {
+    /// Returns the share of the bytes in bf16 that was read; of full attention over another format, this is its size.
     fn read(&self, report: &VariantReport) -> Option<f64> {
         report.counts.uncompressed_fraction()
     }
