@@ -313,17 +313,19 @@ impl Verdict {
         self.within(self.limit()).or_else(least)
     }
 
-    /// Returns the format of the cache that takes the fewest bytes, of those with which a row should stay within the limits. The
-    /// two were measured apart, so the upper ends of their divergences are added, and those of the points that they lose.
+    /// Returns the format of the cache that takes the fewest bytes, fewer than bf16, of those with which a row should stay
+    /// within the limits. The two were measured apart, so the upper ends of their divergences are added, and those of the
+    /// points that they lose.
     ///
     /// A divergence grows with the square of a small error, and the errors of choosing and of rounding are taken to be
-    /// independent of each other; docs/dev/caches.md has a measurement.
+    /// independent of each other (`make results-row-sums`).
     pub fn format_with(&self, row: &Measured) -> Option<&FormatLoss> {
         let points = |of: &Measured| of.probe.as_ref().map_or(0.0, |of| of.interval[1].max(0.0));
         let most = self.limits.map_or(f64::INFINITY, |of| of.points);
         let is_within = |of: &&FormatLoss| {
             let measured = &of.measured;
-            measured.dropped_after.is_none()
+            of.size_fraction < 1.0
+                && measured.dropped_after.is_none()
                 && row.most_kl() + measured.most_kl() <= self.limit()
                 && points(row) + points(measured) <= most
         };

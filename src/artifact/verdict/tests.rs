@@ -66,6 +66,9 @@ fn the_smallest_format_that_stays_within_the_limits_with_a_setting_is_named() {
         verdict.format_with(row).map(|of| of.kv.clone())
     };
     assert_eq!(named(&verdict), None);
+    // A cache of floats is no smaller.
+    verdict.formats = vec![format("bf16", 1.0, 0.0, 0.0), format("f32", 2.0, 0.0, 0.0)];
+    assert_eq!(named(&verdict), None);
     // 1.5 (0.01 + 0.002) nats are within 0.03, 1.5 (0.01 + 0.011) are not.
     verdict.formats = vec![
         format("int8", 0.5, 0.0005, 0.1),
