@@ -355,6 +355,15 @@ class Pages(unittest.TestCase):
         self.assertIn("| `int4` | 0.0020 | 0.0100 | 0.0120 | 0.0180 (0.0180 to 0.0180) | 1.50 (1.50 to 1.50) |", text)
         self.assertEqual(len(text.splitlines()), 5)
 
+    def test_losses_add_up_as_the_page_says(self):
+        document = documents.load("row-sums")
+        results.require_apart(document["calibration"], "handbook")
+        of = {(row["method"], row["kv"]): row["kl_by_block"] for row in document["rows"]}
+        for kv in ("int4", "int2"):
+            apart = [a + b for a, b in zip(of["wpq", "bf16"], of["full", kv])]
+            least, most = tables.ratio_interval(of["wpq", kv], apart)
+            self.assertTrue(0.85 < least < 1 < most < 1.15, kv)
+
     def test_rows_of_formats_stand_beside_those_in_bf16_at_5_percent(self):
         rows = [{"method": method, "form": form, "share": share, "budget": 0.02, "uncompressed_moved_fraction": share, "kl": kl, "kl_by_block": [kl] * 20}
                 for form, factor in (("bf16", 1), ("int4", 0.5)) for method, share, kl in (("full", 1, 0.001 * factor), ("wpq", 0.05, 0.01 * factor))]
