@@ -57,11 +57,11 @@ FORMS = {"buckets": ("codebook", "--positions buckets --size 1024"), "all direct
 # The method of the section that a command fits.
 FITS_OF = {"codebook": "a2ats", "wpq": "wpq"}
 # Formats of keys and values, as flags of `eval`.
-FORMATS = ("bf16", "int8", "k=int8,v=int4", "int4", "k=int4,v=int2", "int2", "2bit")
+FORMATS = ("bf16", "int8", "int4+4", "k=int8,v=int4", "int4", "k=int4,v=int2", "int2", "2bit")
 # Formats that are measured with a map of keys that is fitted to text, and those also with OSCAR's rotation.
-MAPPED, COMPARED = ("k=int8,v=int4", "int4", "k=int4,v=int2", "int2"), ("int4", "int2")
+MAPPED, COMPARED = ("int4+4", "k=int8,v=int4", "int4", "k=int4,v=int2", "int2"), ("int4", "int2")
 # Formats over which an index chooses rows.
-CHOSEN = ("bf16", "int8", "k=int8,v=int4", "int4")
+CHOSEN = ("bf16", "int8", "k=int8,v=int4", "int4", "int4+4")
 # Bytes of a line of memory, in which the reads of these rows are counted.
 LINE = 64
 FINAL_TEXTS = ("prose", "source", "dialogue")

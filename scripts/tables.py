@@ -392,12 +392,12 @@ def bits_table(document):
 
 
 # Bits per number of a format of rows, scales included, for heads of 64 channels.
-BITS = {"f32": 32, "f16": 16, "bf16": 16, "int8": 8.25, "int4": 4.5, "int2": 2.5}
+BITS = {"f32": 32, "f16": 16, "bf16": 16, "int8": 8.25, "int4+4": 8, "int4": 4.5, "int2": 2.5}
 # How many rows of a cache are in 16 bits whatever its format: sinks and window of a format of few bits, rows of the prompt in `2bit`.
-IN_16_BITS = {"int4": 68, "int2": 68, "2bit": 64}
+IN_16_BITS = {"int4+4": 68, "int4": 68, "int2": 68, "2bit": 64}
 
 # Formats whose rows are turned before they are rounded, and the words for what turns keys.
-TURNED = ("int4", "int2")
+TURNED = ("int4+4", "int4", "int2")
 MAPS = {"hadamard": "Hadamard", "balanced": "fitted", "orthogonal": "fitted, as OSCAR"}
 
 

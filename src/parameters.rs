@@ -12,8 +12,8 @@ use serde_json::{Map, Value};
 
 use crate::error::{Error, Result};
 pub use values::{
-    AT_LEAST_ONE, Choice, MULTIPLE, NOT_NEGATIVE, PART, Range, SHARE, SHARE_OR_ZERO, SWITCH, Values, WHOLE,
-    Word,
+    ANY_SHARE, AT_LEAST_ONE, Choice, MULTIPLE, NOT_NEGATIVE, PART, Range, SHARE, SHARE_OR_ZERO, SWITCH,
+    Values, WHOLE, Word,
 };
 
 /// A parameter of a method or a fit.

@@ -383,7 +383,7 @@ fn maps_that_no_fit_gives_are_refused() {
     let unused = files
         .run(&crafted, "--method full --kv bf16 --rotation none")
         .ok();
-    let warning = "--rotation has no effect here: it applies to --kv int4 or int2 only";
+    let warning = "--rotation has no effect here: it applies to --kv int4+4 or int4 or int2 only";
     assert!(unused.stderr.contains(warning), "{}", unused.stderr);
     for (key, value) in [("form", json!("other")), ("key_ridge", json!("small"))] {
         resealed(&art, &crafted, |manifest| {

@@ -264,6 +264,45 @@ fn shares_of_different_caches_are_of_the_same_bytes() {
     );
 }
 
+/// Of rows in layers, methods read one layer of most of what they choose.
+#[test]
+fn rows_in_layers_are_counted_as_they_are_read() {
+    let eval = Eval::new(&[500]);
+    let count = |flags: &str| {
+        let options = "--methods full,topk,quest --budgets 100 --decode 20 --kv int4+4 --json";
+        let json = eval.text(&format!("{options} {flags}")).json();
+        let fraction = |row: &Value| number(row, "uncompressed_read_fraction");
+        rows(&json).iter().map(fraction).collect::<Vec<f64>>()
+    };
+    // At the 20 steps, about 490 positions are visible. A row of 16 channels takes 32 bytes in bf16, and 8 in each layer; 4 rows
+    // are in bf16, and least and step of every channel take 64 bytes.
+    let all = 490.0 * 32.0;
+    let rows_of = |whole: f64, upper: f64| (64.0 + 4.0 * 32.0 + 16.0 * whole + 8.0 * upper) / all;
+    let mut of_quest = Vec::new();
+    for (flags, topk) in [
+        ("", rows_of(25.0, 75.0)),
+        ("--whole-rows 0.5", rows_of(50.0, 50.0)),
+        ("--whole-rows 1", rows_of(100.0, 0.0)),
+        ("--whole-rows 0", rows_of(0.0, 100.0)),
+    ] {
+        let [full, own_topk, quest] = count(flags)[..] else {
+            panic!("three rows")
+        };
+        assert!((full - rows_of(486.0, 0.0)).abs() < 0.01, "{flags} {full}");
+        assert!((own_topk - topk).abs() < 0.002, "{flags} {own_topk} {topk}");
+        of_quest.push(quest);
+    }
+    // It chooses whole pages, and does not rank their rows.
+    assert_eq!(of_quest[..2], [of_quest[2]; 2]);
+    let saved = (of_quest[2] - of_quest[3]) * all / 8.0;
+    assert!(saved > 80.0 && saved < 100.0, "{saved}");
+    // As long as few rows have left the window, all are in bf16.
+    let short = Eval::new(&[180]);
+    let options = "--methods full,topk --budgets 40 --decode 20 --json";
+    let of = |kv: &str| short.text(&format!("{options} --kv {kv}")).json()["rows"].clone();
+    assert_eq!(of("int4+4"), of("bf16"));
+}
+
 #[test]
 fn a_granule_sets_what_the_shares_count_in() {
     let eval = Eval::new(&[180]);

@@ -6,7 +6,9 @@ use clap::ValueEnum;
 use clap::builder::{PossibleValue, TypedValueParser};
 
 use crate::float::Float;
-use crate::parameters::{AT_LEAST_ONE, MULTIPLE, NOT_NEGATIVE, PART, SHARE, SHARE_OR_ZERO, Values, WHOLE};
+use crate::parameters::{
+    ANY_SHARE, AT_LEAST_ONE, MULTIPLE, NOT_NEGATIVE, PART, SHARE, SHARE_OR_ZERO, Values, WHOLE,
+};
 use crate::quant::Quant;
 
 /// Parses a whole number, or `all` where the values have it.
@@ -53,6 +55,11 @@ pub fn share(text: &str) -> Result<f64, String> {
 /// Parses a share x with 0 < x < 1.
 pub fn parse_share(text: &str) -> Result<f64, String> {
     number(text, PART)
+}
+
+/// Parses a share x with 0 <= x <= 1.
+pub fn parse_any_share(text: &str) -> Result<f64, String> {
+    number(text, ANY_SHARE)
 }
 
 /// Parses a finite number of at least 0.
@@ -113,7 +120,7 @@ impl WeightsFlag {
     }
 }
 
-/// How rows in `int4` and `int2` are turned before they are rounded.
+/// How rows in `int4+4`, `int4` and `int2` are turned before they are rounded.
 #[derive(clap::ValueEnum, Clone, Copy, Debug, PartialEq, Eq)]
 pub enum RotationFlag {
     /// By the section `rotation` of --artifact.

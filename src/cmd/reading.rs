@@ -9,11 +9,12 @@ use super::args::Global;
 use super::named::Named;
 use super::parameters::{KvParser, MethodFlags, flags_of_methods, kv_type_or};
 use crate::artifact::Artifact;
-use crate::cmd::flags::{RotationFlag, WeightsFlag, parse_count, parse_positive_count};
+use crate::cmd::flags::{RotationFlag, WeightsFlag, parse_any_share, parse_count, parse_positive_count};
 use crate::cmd::terminal::Log;
 use crate::compute::device::Device;
 use crate::error::{Error, Result};
 use crate::kv::format::FORMATS;
+use crate::kv::layout::{Layout, WHOLE};
 use crate::kv::map::ModelMaps;
 use crate::kv::static_set::{SINKS, WINDOW};
 use crate::kv::{Budget, KvType, Limits};
@@ -79,7 +80,11 @@ pub(super) struct Reading {
     /// recommendation, which was measured with bf16; otherwise f32)
     #[arg(long, value_name = "TYPE", value_parser = Kv::parser())]
     kv: Option<Kv>,
-    /// How keys and values in int4 and int2 are turned before they are rounded: by the maps of --artifact, by a Hadamard matrix, or
+    /// Share of the chosen rows that are read in all 8 bits with --kv int4+4: those of the largest estimated attention. Of the
+    /// others, 4 bits are read. Methods that estimate no attention read all rows in 8 bits, unless SHARE is 0
+    #[arg(long, value_name = "SHARE", default_value_t = WHOLE, value_parser = parse_any_share)]
+    whole_rows: f64,
+    /// How keys and values in int4+4, int4 and int2 are turned before they are rounded: by the maps of --artifact, by a Hadamard matrix, or
     /// not at all (default: `artifact` if --artifact has the section `rotation`, otherwise `hadamard`)
     #[arg(long, value_enum, value_name = "NAME")]
     rotation: Option<RotationFlag>,
@@ -149,7 +154,10 @@ impl Reading {
         Ok(DecodeOptions {
             limits: plan.map_or(own, |plan| plan.limits(budget)),
             kv: plan.and_then(Plan::kv).unwrap_or(kv),
-            packed: self.methods.0.selfindex.layout(artifact)?,
+            packed: Layout {
+                whole: self.whole_rows,
+                ..self.methods.0.selfindex.layout(artifact)?
+            },
             maps: self.maps(artifact, formats)?,
             granule: CPU_GRANULE,
         })
@@ -348,6 +356,10 @@ impl Reading {
                 mapped.join(" or ")
             );
             global.log().warn(&warning);
+        }
+        if self.whole_rows != WHOLE && !formats.iter().any(|kv| kv.lower_bytes(1) > 0) {
+            let warning = "--whole-rows has no effect here: it applies to --kv int4+4 only";
+            global.log().warn(warning);
         }
         if self.force && self.artifact.is_none() {
             global.log().warn("--force has no effect without --artifact");

@@ -5,7 +5,7 @@ use std::fmt;
 use serde::{Deserialize, Deserializer, Serialize, Serializer};
 
 use super::rows::{Format, Part};
-use super::{float, int8, low_bit, packed};
+use super::{float, int8, layered, low_bit, packed};
 use crate::float::Float;
 
 /// All formats, in the order of the help.
@@ -14,6 +14,7 @@ pub static FORMATS: &[RowFormat] = &[
     RowFormat::F16,
     RowFormat::BF16,
     RowFormat::INT8,
+    RowFormat::INT4_4,
     RowFormat::INT4,
     RowFormat::INT2,
     RowFormat::TWO_BIT,
@@ -32,9 +33,11 @@ impl RowFormat {
     pub const BF16: Self = Self(&float::BF16);
     /// 8 bits, with a scale per 64 channels.
     pub const INT8: Self = Self(&int8::Int8s);
-    /// 4 bits after a Hadamard rotation.
+    /// 8 bits in two layers of 4 after a map, with a range per channel.
+    pub const INT4_4: Self = Self(&layered::Layers);
+    /// 4 bits after a map.
     pub const INT4: Self = Self(&low_bit::INT4);
-    /// 2 bits after a Hadamard rotation.
+    /// 2 bits after a map.
     pub const INT2: Self = Self(&low_bit::INT2);
     /// Signs and 2-bit magnitudes of keys, 2-bit values.
     pub const TWO_BIT: Self = Self(&packed::TwoBits);
@@ -198,6 +201,22 @@ impl KvType {
             .any(|format| format.end_bytes(1).is_some())
     }
 
+    /// Returns the formats of the rows of a context of `n` positions, `ends` of which are sinks or in the window.
+    pub fn in_context(self, n: usize, ends: usize) -> Self {
+        let of = |format: RowFormat| {
+            let first = format.first_packed();
+            if first > 0 && n < ends.saturating_add(first) {
+                RowFormat::BF16
+            } else {
+                format
+            }
+        };
+        Self {
+            keys: of(self.keys),
+            values: of(self.values),
+        }
+    }
+
     /// Returns how many bytes more than others a key and a value of d channels among the sinks or in the window take.
     pub fn more_per_end(self, d: usize) -> usize {
         let more = |format: RowFormat, part| {
@@ -205,6 +224,25 @@ impl KvType {
             own.map_or(0, |bytes| bytes - format.bytes(part, d))
         };
         more(self.keys, Part::Keys) + more(self.values, Part::Values)
+    }
+
+    /// Returns the bytes of what all keys and values of d channels share.
+    pub fn shared_bytes(self, d: usize) -> usize {
+        self.keys.shared_bytes(d) + self.values.shared_bytes(d)
+    }
+
+    /// Returns whether keys and values are both in layers, and those of a position lie side by side.
+    pub fn is_layered_pair(self) -> bool {
+        self.keys.is_layered() && self.values.is_layered()
+    }
+
+    /// Returns the bytes of the lower layer of a key and a value of d channels; 0 for rows that are not in layers.
+    pub fn lower_bytes(self, d: usize) -> usize {
+        let lower = |format: RowFormat, part| {
+            let [_, lower] = format.arrays(part, d);
+            lower.filter(|_| format.is_layered()).unwrap_or(0)
+        };
+        lower(self.keys, Part::Keys) + lower(self.values, Part::Values)
     }
 
     /// Returns whether keys or values pass a map before they are rounded.

@@ -2,9 +2,10 @@
 
 use std::ops::Range;
 
-use ndarray::ArrayView2;
+use ndarray::{ArrayView2, s};
 
 use super::format::{KvType, RowFormat};
+use super::layered::Layered;
 use super::layout::Layout;
 use super::map::HeadMaps;
 use super::rows::{Part, Prompted, RowCache, Signs};
@@ -14,8 +15,18 @@ use crate::compute::attention::CachedRows;
 #[derive(Clone)]
 pub struct KvHead {
     kind: KvType,
-    keys: Box<dyn RowCache>,
-    values: Box<dyn RowCache>,
+    held: Held,
+}
+
+/// How keys and values are held.
+#[derive(Clone)]
+enum Held {
+    Apart {
+        keys: Box<dyn RowCache>,
+        values: Box<dyn RowCache>,
+    },
+    /// Both in layers, side by side.
+    Pair(Box<Layered>),
 }
 
 impl KvHead {
@@ -34,11 +45,15 @@ impl KvHead {
     ) -> Self {
         let layout = layout.into();
         let cache = |format: RowFormat, part| format.cache(part, d, capacity, layout, maps.part(part));
-        Self {
-            kind,
-            keys: cache(kind.keys, Part::Keys),
-            values: cache(kind.values, Part::Values),
-        }
+        let held = if kind.is_layered_pair() {
+            Held::Pair(Box::new(Layered::pair(d, capacity, layout, maps)))
+        } else {
+            Held::Apart {
+                keys: cache(kind.keys, Part::Keys),
+                values: cache(kind.values, Part::Values),
+            }
+        };
+        Self { kind, held }
     }
 
     /// Returns the formats of the rows.
@@ -60,54 +75,115 @@ impl KvHead {
             query,
             visible,
         };
-        self.keys.prompt(Part::Keys, &prompted);
-        self.values.prompt(Part::Values, &prompted);
+        match &mut self.held {
+            Held::Apart { keys, values } => {
+                keys.prompt(Part::Keys, &prompted);
+                values.prompt(Part::Values, &prompted);
+            }
+            Held::Pair(layered) => {
+                let new = s![layered.len().., ..];
+                layered.append(&[prompted.keys.slice(new), prompted.values.slice(new)]);
+            }
+        }
     }
 
     /// Appends keys and values, `[m,d]` each.
     pub fn extend(&mut self, keys: ArrayView2<f32>, values: ArrayView2<f32>) {
-        self.keys.extend(keys);
-        self.values.extend(values);
+        match &mut self.held {
+            Held::Apart {
+                keys: own_keys,
+                values: own_values,
+            } => {
+                own_keys.extend(keys);
+                own_values.extend(values);
+            }
+            Held::Pair(layered) => layered.append(&[keys.reborrow(), values.reborrow()]),
+        }
     }
 
     /// Returns a cache that starts with the rows of this cache; they are shared if the formats
     /// [share rows](KvType::shares_rows), else copied.
     pub fn fork(&mut self) -> Self {
+        let held = match &mut self.held {
+            Held::Apart { keys, values } => Held::Apart {
+                keys: keys.fork(),
+                values: values.fork(),
+            },
+            Held::Pair(layered) => Held::Pair(Box::new(layered.forked())),
+        };
         Self {
             kind: self.kind,
-            keys: self.keys.fork(),
-            values: self.values.fork(),
+            held,
         }
     }
 
     /// Counts the positions.
     pub fn len(&self) -> usize {
-        self.keys.len()
+        match &self.held {
+            Held::Apart { keys, .. } => keys.len(),
+            Held::Pair(layered) => layered.len(),
+        }
     }
 
     /// Says whether there is no position.
     pub fn is_empty(&self) -> bool {
-        self.keys.is_empty()
+        self.len() == 0
     }
 
     /// Returns the rotated keys.
     pub fn keys(&self) -> &dyn CachedRows {
-        self.keys.as_ref()
+        match &self.held {
+            Held::Apart { keys, .. } => keys.as_ref(),
+            Held::Pair(layered) => &**layered,
+        }
     }
 
     /// Returns the values.
     pub fn values(&self) -> &dyn CachedRows {
-        self.values.as_ref()
+        match &self.held {
+            Held::Apart { values, .. } => values.as_ref(),
+            Held::Pair(layered) => layered.second(),
+        }
+    }
+
+    /// Returns keys or values as a step reads them that reads both layers of the rows at `whole` (ascending), and only the upper one
+    /// of others; `None` if they are not in layers.
+    pub fn in_layers<'a>(&'a self, part: Part, whole: &'a [u32]) -> Option<impl CachedRows + 'a> {
+        match (&self.held, part) {
+            (Held::Pair(layered), Part::Keys) => Some(layered.part(0, Some(whole))),
+            (Held::Pair(layered), Part::Values) => Some(layered.part(1, Some(whole))),
+            (Held::Apart { keys: rows, .. }, Part::Keys)
+            | (Held::Apart { values: rows, .. }, Part::Values) => {
+                rows.layered().map(|layered| layered.part(0, Some(whole)))
+            }
+        }
+    }
+
+    /// Returns how many of the rows that a step chooses it reads whole; `None` if all of them.
+    pub fn whole_rows(&self, chosen: usize) -> Option<usize> {
+        match &self.held {
+            Held::Apart { keys, values } => {
+                let layered = keys.layered().or_else(|| values.layered());
+                layered.and_then(|layered| layered.whole_rows(chosen))
+            }
+            Held::Pair(layered) => layered.whole_rows(chosen),
+        }
     }
 
     /// Returns the signs of the keys, if their format has signs.
     pub fn signs(&self) -> Option<Signs<'_>> {
-        self.keys.signs()
+        match &self.held {
+            Held::Apart { keys, .. } => keys.signs(),
+            Held::Pair(_) => None,
+        }
     }
 
     /// Returns the bytes held.
     pub fn bytes(&self) -> usize {
-        self.keys.bytes() + self.values.bytes()
+        match &self.held {
+            Held::Apart { keys, values } => keys.bytes() + values.bytes(),
+            Held::Pair(layered) => layered.bytes(),
+        }
     }
 }
 
@@ -129,6 +205,8 @@ mod tests {
             (KvType::INT8, 64),
             (KvType::both(RowFormat::INT4), 80),
             (KvType::both(RowFormat::INT2), 20),
+            (KvType::both(RowFormat::INT4_4), 64),
+            (KvType::both(RowFormat::INT4_4), 20),
         ] {
             let rows = |first: usize, n: usize, salt: f32| {
                 Array2::from_shape_fn((n, d), |(i, j)| (((first + i) * d + j) as f32 * salt).sin())

@@ -7,6 +7,8 @@ use rayon::prelude::*;
 
 /// Most positions that keep half precision.
 pub const FULL: usize = 64;
+/// The usual share of the chosen rows that are read whole.
+pub const WHOLE: f64 = 0.25;
 
 choices! {
     /// How the center of a channel is computed; signs are taken relative to it.
@@ -49,7 +51,7 @@ impl Center {
 }
 
 /// The options of caches of few bits. Those of the 2-bit cache come first; other values than the defaults are for ablations.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Layout {
     /// How the center of a channel is computed.
     pub center: Center,
@@ -62,6 +64,8 @@ pub struct Layout {
     pub sinks: usize,
     /// Number of last rows that they keep in bf16.
     pub window: usize,
+    /// The share of the chosen rows that a step reads whole where rows are in layers; of the others, it reads the upper layer.
+    pub whole: f64,
 }
 
 impl From<Center> for Layout {
@@ -72,6 +76,7 @@ impl From<Center> for Layout {
             signed: true,
             sinks: SINKS,
             window: WINDOW,
+            whole: WHOLE,
         }
     }
 }

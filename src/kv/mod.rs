@@ -1,7 +1,7 @@
 //! The key-value cache: its rows in every type, the positions that a step always attends, and the budget for
 //! the positions that a method chooses.
 //!
-//! [`mod@format`] lists the formats of rows, of which each is a file: [`mod@float`], `int8`, `low_bit` (with `ends` and [`map`]), [`packed`]. [`rows`] and
+//! [`mod@format`] lists the formats of rows, of which each is a file: [`mod@float`], `int8`, `low_bit` and `layered` (with `ends` and [`map`]), [`packed`]. [`rows`] and
 //! [`head`] hold the rows of one KV head on the CPU, [`cuda`] those of a layer on an NVIDIA GPU. [`Qkv`]
 //! holds queries, keys and values everywhere.
 
@@ -12,6 +12,7 @@ pub mod float;
 pub mod format;
 pub mod head;
 mod int8;
+mod layered;
 pub mod layout;
 pub mod limits;
 pub mod lines;

@@ -4,8 +4,9 @@
 use std::ops::Range;
 use std::sync::Arc;
 
-use ndarray::{ArrayView1, ArrayView2, s};
+use ndarray::{Array2, ArrayView1, ArrayView2, s};
 
+use super::layered::Layered;
 use super::layout::Layout;
 use super::lines::AlignedVec;
 use super::map::RowMap;
@@ -41,6 +42,21 @@ pub trait Format: Sync {
     /// Returns whether cached keys have signs that an index can use ([`RowCache::signs`]).
     fn has_signs(&self) -> bool {
         false
+    }
+
+    /// Returns whether the two arrays are layers of codes, of which a step may read the first alone.
+    fn is_layered(&self) -> bool {
+        false
+    }
+
+    /// Returns how many rows must have left the window before they are packed; until then, all rows are in bf16.
+    fn first_packed(&self) -> usize {
+        0
+    }
+
+    /// Returns the bytes of what all rows of d channels share, which every step reads.
+    fn shared_bytes(&self, _d: usize) -> usize {
+        0
     }
 
     /// Returns whether a row is read back as it was first stored. If not, later rows may change how it is held.
@@ -123,6 +139,11 @@ pub trait RowCache: CachedRows + Send {
 
     /// Returns the signs of the rows, if the format stores signs.
     fn signs(&self) -> Option<Signs<'_>> {
+        None
+    }
+
+    /// Returns the rows if they are in layers.
+    fn layered(&self) -> Option<&Layered> {
         None
     }
 }
@@ -237,6 +258,23 @@ impl<F: RowForm> RowStore<F> {
         });
     }
 
+    /// Appends `n` rows of zeros and returns their units.
+    pub(super) fn add_rows(&mut self, n: usize) -> &mut [F::Unit] {
+        self.data.add(n * F::width(self.d))
+    }
+
+    /// Removes all rows, none of which is shared, and returns them, `[n,d]`.
+    pub(super) fn drain(&mut self) -> Array2<f32> {
+        let (n, d) = (self.len(), self.d);
+        let rows = std::mem::replace(self, Self::new(d, 0));
+        let mut out = Array2::zeros((n, d));
+        let mut scratch = vec![0.0; d];
+        for (i, mut to) in out.rows_mut().into_iter().enumerate() {
+            to.assign(&ArrayView1::from(rows.row(i, &mut scratch)));
+        }
+        out
+    }
+
     /// Returns a new store of the last `n` rows, none of which is shared, with space for `capacity` rows.
     pub(super) fn last(&self, n: usize, capacity: usize) -> Self {
         let mut last = Self::new(self.d, capacity.max(n));
@@ -266,7 +304,7 @@ impl<F: RowForm> RowStore<F> {
     }
 
     /// Lists the first `n` rows as segments, ascending.
-    fn segments(&self, n: usize) -> Vec<Segment<'_, F::Unit>> {
+    pub(super) fn segments(&self, n: usize) -> Vec<Segment<'_, F::Unit>> {
         let first = self.shared_len();
         let shared = self.shared.as_ref();
         let mut segments = shared.map_or_else(Vec::new, |(rows, of)| rows.segments(n.min(*of)));
@@ -388,11 +426,9 @@ impl<F: RowForm> CachedRows for RowStore<F> {
 
 #[cfg(test)]
 mod tests {
-    use half::bf16;
-    use ndarray::Array2;
-
     use super::*;
     use crate::compute::products::{TILE, all_products, products};
+    use half::bf16;
 
     /// Every position is visited once and in order; products match f64 within the rounding of d fused sums.
     #[test]

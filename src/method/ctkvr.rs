@@ -280,6 +280,7 @@ impl Retriever for Ctkvr {
             self.update(step, &union, &weights);
         }
         Selection {
+            whole: None,
             ranked: except(&union, &positions),
             products: r * union.len(),
             positions,

@@ -23,7 +23,6 @@ use std::sync::Arc;
 
 use ndarray::{Array2, ArrayView2, s};
 
-use super::best::largest;
 use super::declaration::{Ask, Declaration, InVerdict};
 use super::{Method, Place, Prompt, Reads, Retriever, Selection, Step, add_probabilities, everything};
 use crate::artifact::Artifact;
@@ -150,8 +149,7 @@ impl Retriever for DoubleSparsity {
         for mut row in scores.rows_mut() {
             add_probabilities(elements_mut(&mut row), &mut mass);
         }
-        let places = largest(&mass[..c.len()], step.budget).into_iter();
-        places.map(|p| p + c.start as u32).collect::<Vec<u32>>().into()
+        Selection::of_mass(step, &mass[..c.len()])
     }
 
     fn reads(&self, step: &Step, _: &Selection, reads: &mut Reads) {

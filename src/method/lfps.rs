@@ -320,6 +320,7 @@ impl Retriever for Lfps {
         };
         let all = self.heads.iter().all(|h| h.bypassed);
         Selection {
+            whole: None,
             // If every head is bypassed, only the keys of the local estimate have been read.
             ranked: if all {
                 local.map(|p| p as u32).collect()

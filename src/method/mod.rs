@@ -42,6 +42,7 @@ use std::ops::Range;
 use multiversion::multiversion;
 use ndarray::{Array2, ArrayView2, ArrayView3, s};
 
+use self::best::{Key, largest};
 use self::cuda::CudaMethod;
 pub use self::reads::{CPU_GRANULE, CUDA_GRANULE, Reads};
 use self::tail::Tail;
@@ -244,6 +245,11 @@ impl Step<'_> {
     pub fn is_exact(&self) -> bool {
         self.budget >= self.candidates.len()
     }
+
+    /// Returns how many of the chosen rows a step reads whole, if rows are in layers and the others are not.
+    pub fn whole_rows(&self) -> Option<usize> {
+        self.kv.whole_rows(self.budget)
+    }
 }
 
 /// The selection of a method for one step.
@@ -251,6 +257,8 @@ impl Step<'_> {
 pub struct Selection {
     /// The chosen candidates, at most B: ascending, no duplicates.
     pub positions: Vec<u32>,
+    /// The chosen positions, ascending, whose rows are read whole where rows are in layers ([`Step::whole_rows`]); `None` for all.
+    pub whole: Option<Vec<u32>>,
     /// The positions, ascending, whose cached keys were read for ranking and which are not attended.
     pub ranked: Vec<u32>,
     /// Number of exact query-key products computed for ranking, over all query heads.
@@ -258,6 +266,22 @@ pub struct Selection {
     /// For each bypassed query head, its estimated attention over all positions except the sinks. The runner attends
     /// the sinks and merges the two. Empty if no head is bypassed, else one entry per query head.
     pub bypassed: Vec<Option<Partial>>,
+}
+
+impl Selection {
+    /// Chooses the candidates with the largest estimated mass, `[candidates]`; the best of them are read whole. The lower position
+    /// wins a tie.
+    fn of_mass<K: Key>(step: &Step, mass: &[K]) -> Self {
+        let best = |count| {
+            let places = largest(mass, count).into_iter();
+            places.map(|p| p + step.candidates.start as u32).collect()
+        };
+        Self {
+            positions: best(step.budget),
+            whole: step.whole_rows().map(best),
+            ..Self::default()
+        }
+    }
 }
 
 impl From<Vec<u32>> for Selection {

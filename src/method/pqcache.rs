@@ -26,7 +26,6 @@ use std::sync::Arc;
 use half::f16;
 use ndarray::{Array3, ArrayView1, ArrayView2, s};
 
-use super::best::largest;
 use super::declaration::{Ask, Declaration, InVerdict};
 use super::{Method, Place, Prompt, Reads, Retriever, Selection, Step, add_probabilities, everything};
 use crate::compute::cpu::Cpu;
@@ -194,8 +193,7 @@ impl Retriever for PqCache {
             let mut scores: Vec<f32> = codes.chunks_exact(self.groups).map(score).collect();
             add_probabilities(&mut scores, &mut mass);
         }
-        let chosen = largest(&mass, step.budget).into_iter();
-        chosen.map(|p| p + c.start as u32).collect::<Vec<u32>>().into()
+        Selection::of_mass(step, &mass)
     }
 
     fn reads(&self, step: &Step, _: &Selection, reads: &mut Reads) {

@@ -26,7 +26,7 @@ use rand::{Rng, SeedableRng};
 use rand_chacha::ChaCha8Rng;
 
 use super::bench::{Bench, BenchParams, Fill, NewHead, TimedLayer};
-use super::best::{by_score, largest};
+use super::best::by_score;
 use super::declaration::{Declaration, InVerdict};
 use super::{Place, Prompt, Reads, Retriever, Selection, Step, everything};
 use crate::error::Result;
@@ -260,8 +260,7 @@ impl Retriever for RandSign {
         };
         let codes = self.codes[c.start * blocks..c.end * blocks].chunks_exact(blocks);
         let sums: Vec<f32> = codes.map(sum).collect();
-        let chosen = largest(&sums, step.budget).into_iter();
-        chosen.map(|p| p + c.start as u32).collect::<Vec<u32>>().into()
+        Selection::of_mass(step, &sums)
     }
 
     fn reads(&self, step: &Step, _: &Selection, reads: &mut Reads) {

@@ -1,5 +1,6 @@
 //! What a step reads in order to choose, in bytes and in granules of memory.
 
+use std::borrow::Cow;
 use std::ops::Range;
 
 use crate::kv::{KvType, Part};
@@ -131,24 +132,43 @@ impl Reads {
     }
 
     /// Adds what memory moves of a cache: the rows at `attended`, and the keys at `ranked`. Both ascend and have no
-    /// position in common.
-    pub fn rows(&mut self, kv: KvType, head_dim: usize, attended: &[u32], ranked: &[u32]) {
-        let all;
-        let keys = if ranked.is_empty() {
-            attended
-        } else {
-            let mut both = [attended, ranked].concat();
-            // The sort detects the two ascending runs.
-            both.sort();
-            all = both;
-            &all[..]
-        };
-        let [key_arrays, value_arrays] = kv.row_arrays(head_dim);
-        for (arrays, positions) in [(key_arrays, keys), (value_arrays, attended)] {
-            let runs: Vec<&[u32]> = positions.chunk_by(|p, q| p + 1 == *q).collect();
-            for width in arrays.into_iter().flatten() {
-                let bytes = |run: &&[u32]| run[0] as usize * width..(run[0] as usize + run.len()) * width;
-                self.moved(runs.iter().map(bytes));
+    /// position in common. Of rows in layers, the lower layer is read at `whole`, some of the attended positions.
+    pub fn rows(&mut self, kv: KvType, head_dim: usize, attended: &[u32], whole: &[u32], ranked: &[u32]) {
+        self.moved(std::iter::once(0..kv.shared_bytes(head_dim)));
+        if kv.is_layered_pair() {
+            let [keys, values] = kv.row_arrays(head_dim);
+            for ([key, value], attended) in keys
+                .into_iter()
+                .zip(values)
+                .zip([attended, whole])
+                .filter_map(|((key, value), attended)| Some(([key?, value?], attended)))
+            {
+                let row = |p: &u32, bytes: usize| {
+                    let first = *p as usize * (key + value);
+                    first..first + bytes
+                };
+                let rows = attended.iter().map(|p| row(p, key + value));
+                let mut spans: Vec<_> = rows.chain(ranked.iter().map(|p| row(p, key))).collect();
+                // The sort detects the two ascending runs.
+                spans.sort_by_key(|span| span.start);
+                self.moved(spans.into_iter());
+            }
+            return;
+        }
+        for (format, part) in [(kv.keys, Part::Keys), (kv.values, Part::Values)] {
+            let [first, second] = format.arrays(part, head_dim);
+            let of_second = if format.is_layered() { whole } else { attended };
+            for (width, attended) in [(first, attended), (second, of_second)] {
+                let Some(width) = width else { continue };
+                let mut positions = Cow::from(attended);
+                if part == Part::Keys && !ranked.is_empty() {
+                    // The sort detects the two ascending runs.
+                    positions.to_mut().extend(ranked);
+                    positions.to_mut().sort();
+                }
+                let runs = positions.chunk_by(|p, q| p + 1 == *q);
+                let bytes = |run: &[u32]| run[0] as usize * width..(run[0] as usize + run.len()) * width;
+                self.moved(runs.map(bytes));
             }
         }
     }
@@ -199,6 +219,7 @@ mod tests {
     use std::collections::BTreeSet;
 
     use super::*;
+    use crate::kv::RowFormat;
     use crate::testing::numbers;
 
     /// Counts granules byte by byte.
@@ -244,7 +265,7 @@ mod tests {
         ] {
             for granule in [1, 32, 64, 128] {
                 let mut reads = Reads::new(granule);
-                reads.rows(kv, d, &attended, &ranked);
+                reads.rows(kv, d, &attended, &attended, &ranked);
                 let spans = |positions: &[u32], width: usize| -> usize {
                     let mut sorted = positions.to_vec();
                     sorted.sort();
@@ -265,6 +286,42 @@ mod tests {
                     "{kv:?} {d} {granule}"
                 );
             }
+        }
+    }
+
+    #[test]
+    fn rows_in_layers_move_the_lower_layer_where_they_are_read_whole() {
+        let (attended, whole, ranked) = ([0u32, 1, 9, 30, 31], [1u32, 30], [3u32, 8]);
+        let pair = KvType::both(RowFormat::INT4_4);
+        let keys_only = KvType {
+            values: RowFormat::BF16,
+            ..pair
+        };
+        let span = |p: u32, width: usize, bytes: usize| p as usize * width..p as usize * width + bytes;
+        let spans = |positions: &[u32], ranked: &[u32], width: usize, key: usize| -> Vec<Range<usize>> {
+            let rows = positions.iter().map(|p| span(*p, width, width));
+            rows.chain(ranked.iter().map(|p| span(*p, width, key))).collect()
+        };
+        for (granule, d) in [(1, 64), (32, 64), (64, 64), (64, 80), (128, 64)] {
+            let half = d / 2;
+            let mut reads = Reads::new(granule);
+            reads.rows(pair, d, &attended, &whole, &ranked);
+            // Least and step of every channel, in 16 bits, of keys and of values.
+            let ranges = naive(granule, &[0..8 * d]);
+            let upper = naive(granule, &spans(&attended, &ranked, 2 * half, half));
+            let lower = naive(granule, &spans(&whole, &ranked, 2 * half, half));
+            assert_eq!(reads.moved_bytes, Some(ranges + upper + lower), "{granule} {d}");
+            let mut reads = Reads::new(granule);
+            reads.rows(keys_only, d, &attended, &whole, &ranked);
+            let ranges = naive(granule, &[0..4 * d]);
+            let upper = naive(granule, &spans(&attended, &ranked, half, half));
+            let lower = naive(granule, &spans(&whole, &ranked, half, half));
+            let values = naive(granule, &spans(&attended, &[], 2 * d, 0));
+            assert_eq!(
+                reads.moved_bytes,
+                Some(ranges + upper + lower + values),
+                "{granule} {d}"
+            );
         }
     }
 

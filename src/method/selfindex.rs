@@ -297,8 +297,14 @@ impl Retriever for SelfIndex {
         let visible = |p: &u32| c.contains(&(*p as usize));
         let full: Vec<u32> = self.full.iter().copied().filter(visible).collect();
         let full = full.into_iter().map(|p| p - c.start as u32).collect();
-        let chosen = scores.choose(rows, full, step.budget, self.ranking).into_iter();
-        chosen.map(|p| p + c.start as u32).collect::<Vec<u32>>().into()
+        let chosen = scores.choose(rows, full, step.budget, self.ranking);
+        let best = step.whole_rows().map(|count| scores.best(rows, &chosen, count));
+        let positions = |places: Vec<u32>| places.into_iter().map(|p| p + c.start as u32).collect();
+        Selection {
+            positions: positions(chosen),
+            whole: best.map(positions),
+            ..Selection::default()
+        }
     }
 
     fn reads(&self, step: &Step, _: &Selection, reads: &mut Reads) {

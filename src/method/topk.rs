@@ -7,7 +7,6 @@
 pub mod cuda;
 
 use super::bench::{Bench, BenchParams, Contents, Fill, NewHead, TimedLayer, TimedOnCuda};
-use super::best::largest;
 use super::cuda::{CudaMethod, Indexes, OnDevice};
 use super::declaration::{Declaration, InVerdict};
 use super::{Alike, Reads, Retriever, Selection, Step, add_probabilities, everything};
@@ -44,11 +43,9 @@ impl Retriever for TopK {
             add_probabilities(elements_mut(&mut row), &mut mass);
         }
         let c = step.candidates.start - first..step.candidates.end - first;
-        let places = largest(&mass[c], step.budget).into_iter();
         Selection {
-            positions: places.map(|p| p + step.candidates.start as u32).collect(),
             products: r * n,
-            ..Selection::default()
+            ..Selection::of_mass(step, &mass[c])
         }
     }
 

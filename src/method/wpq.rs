@@ -110,10 +110,17 @@ impl Retriever for Wpq {
         let rows = c.start * width..c.end * width;
         let codes = self.codes.each_ref().map(|codes| &codes[rows.clone()]);
         let words = self.codebook.scores(step.q_rope, c.clone());
-        let (chosen, refined) = choose(&words, codes, width, &static_scores(step), step.budget);
+        let whole = step.whole_rows();
+        let fixed = static_scores(step);
+        let [chosen, best, refined] = choose(&words, codes, width, &fixed, step.budget, whole.unwrap_or(0));
         self.refined = refined;
-        let chosen = chosen.into_iter().map(|p| p + c.start as u32);
-        chosen.collect::<Vec<u32>>().into()
+        let [positions, best] =
+            [chosen, best].map(|places| places.into_iter().map(|p| p + c.start as u32).collect());
+        Selection {
+            positions,
+            whole: whole.map(|_| best),
+            ..Selection::default()
+        }
     }
 
     fn reads(&self, step: &Step, _: &Selection, reads: &mut Reads) {

@@ -58,6 +58,8 @@ pub const MULTIPLE: Values = Values::Number(Range::AtLeastOne);
 pub const SHARE: Values = Values::Number(Range::Share);
 /// A share of something, less than all of it.
 pub const SHARE_OR_ZERO: Values = Values::Number(Range::ShareOrZero);
+/// A share of something, from nothing to all of it.
+pub const ANY_SHARE: Values = Values::Number(Range::AnyShare);
 /// A share of something, at least a part of it and less than all.
 pub const PART: Values = Values::Number(Range::Part);
 /// Yes or no.
@@ -74,6 +76,8 @@ pub enum Range {
     Share,
     /// At least 0, below 1.
     ShareOrZero,
+    /// At least 0, at most 1.
+    AnyShare,
     /// Above 0, below 1.
     Part,
 }
@@ -86,6 +90,7 @@ impl Range {
                 Self::AtLeastOne => x >= 1.0,
                 Self::Share => x > 0.0 && x <= 1.0,
                 Self::ShareOrZero => (0.0..1.0).contains(&x),
+                Self::AnyShare => (0.0..=1.0).contains(&x),
                 Self::Part => x > 0.0 && x < 1.0,
             }
     }
@@ -96,6 +101,7 @@ impl Range {
             Self::AtLeastOne => "a number of at least 1",
             Self::Share => "a number above 0 and at most 1",
             Self::ShareOrZero => "a number of at least 0 and less than 1",
+            Self::AnyShare => "a number of at least 0 and at most 1",
             Self::Part => "a fraction above 0 and below 1",
         }
     }

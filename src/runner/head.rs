@@ -5,7 +5,7 @@ use rayon::prelude::*;
 
 use crate::compute::attention::{self, Partial};
 use crate::kv::packed::last_query;
-use crate::kv::{Budget, KvHead, KvType, Qkv, Rotated, RotatedQkv, StaticSet};
+use crate::kv::{Budget, KvHead, KvType, Part, Qkv, Rotated, RotatedQkv, StaticSet};
 use crate::method::tail::Tail;
 use crate::method::{Method, Place, Prompt, Reads, Retriever, Selection, Step};
 use crate::model::forward::{PromptRows, Rows};
@@ -183,7 +183,12 @@ pub(super) fn decode_head(
 ) -> Selection {
     let retriever = chooser.retriever.as_mut();
     retriever.append(token.k.pre.view(), token.k.rope.view());
-    let selection = retriever.select(step);
+    let mut selection = retriever.select(step);
+    let is_choice = selection.positions.len() < step.candidates.len();
+    if is_choice && selection.whole.is_none() && step.whole_rows() == Some(0) {
+        // No row is to be read whole, though the method does not rank what it chooses.
+        selection.whole = Some(Vec::new());
+    }
     if retriever.ranks(step) {
         retriever.reads(step, &selection, reads);
     }
@@ -234,8 +239,12 @@ pub(crate) fn attend(
     retriever: &mut dyn Retriever,
     mut out: ArrayViewMut2<f32>,
 ) -> Vec<Option<f32>> {
-    let (keys, values) = (step.kv.keys(), step.kv.values());
     let positions = set.merge(&selection.positions);
+    let whole = selection.whole.as_ref().map(|whole| set.merge(whole));
+    let in_layers = |part| whole.as_ref().and_then(|whole| step.kv.in_layers(part, whole));
+    let (keys, values) = (in_layers(Part::Keys), in_layers(Part::Values));
+    let keys = keys.as_ref().map_or(step.kv.keys(), |keys| keys);
+    let values = values.as_ref().map_or(step.kv.values(), |values| values);
     let own = |a: usize| selection.bypassed.get(a).and_then(Option::as_ref);
     let (r, d) = step.q_rope.dim();
     let attending: Vec<usize> = (0..r).filter(|a| own(*a).is_none()).collect();
@@ -276,8 +285,8 @@ pub(crate) fn attend(
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::kv::KvType;
     use crate::kv::packed::Center;
+    use crate::kv::{KvType, RowFormat};
     use crate::testing::values;
 
     /// A method that records what it is told.
@@ -299,6 +308,57 @@ mod tests {
         fn observe(&mut self, _: &Step, positions: &[u32], weights: ArrayView2<f32>) {
             self.told.push((positions.to_vec(), weights.to_owned()));
         }
+    }
+
+    /// Chosen rows in layers are read whole where the method says so; the static set always is.
+    #[test]
+    fn a_step_reads_one_layer_of_other_rows() {
+        let (n, r, d) = (400, 3, 32);
+        let of = |rows: usize, seed| Array2::from_shape_vec((rows, d), values(rows * d, seed)).unwrap();
+        let kind = KvType::both(RowFormat::INT4_4);
+        let mut kv = KvHead::new(kind, d, n, Center::Median);
+        kv.extend(of(n, 1).view(), of(n, 2).view());
+        // A set with more rows than the cache keeps in bf16.
+        let (q, set) = (of(r, 3), StaticSet::at(n - 1, None, 6, 80));
+        let step = Step {
+            step: 0,
+            visible: set.visible(),
+            candidates: set.candidates.clone(),
+            budget: 9,
+            q_pre: q.view(),
+            q_rope: q.view(),
+            kv: &kv,
+        };
+        assert_eq!(step.whole_rows(), Some(3));
+        let chosen = vec![10, 20, 150, 200];
+        let run = |whole: Option<Vec<u32>>| {
+            let mut witness = Witness {
+                observes: false,
+                told: Vec::new(),
+            };
+            let selection = Selection {
+                positions: chosen.clone(),
+                whole,
+                ..Selection::default()
+            };
+            let mut out = Array2::zeros((r, d));
+            attend(&step, &set, &selection, &mut witness, out.view_mut());
+            out
+        };
+        let expected = |whole: &[u32]| {
+            let whole = set.merge(whole);
+            let rows = |part| kv.in_layers(part, &whole).unwrap();
+            let mut out = Array2::zeros((r, d));
+            let positions = set.merge(&chosen);
+            let (keys, values) = (rows(Part::Keys), rows(Part::Values));
+            attention::decode(q.view(), &keys, &values, &positions, out.view_mut());
+            out
+        };
+        let all = run(None);
+        assert_eq!(all, expected(&chosen));
+        assert_eq!(run(Some(vec![20, 200])), expected(&[20, 200]));
+        assert_eq!(run(Some(Vec::new())), expected(&[]));
+        assert!(all != expected(&[20, 200]) && expected(&[]) != expected(&[20, 200]));
     }
 
     #[test]

@@ -35,14 +35,16 @@ pub fn row_bytes(
     options: &DecodeOptions,
     positions: usize,
 ) -> usize {
-    let more = |place: Place| {
+    let of = |place: Place| {
         let Limits { sinks, window, .. } = place.limits;
-        let ends = sinks.saturating_add(window).min(positions);
-        place.kv.more_per_end(place.head_dim).saturating_mul(ends)
+        let (ends, d) = (sinks.saturating_add(window), place.head_dim);
+        let kv = place.kv.in_context(positions, ends);
+        let more = kv.more_per_end(d).saturating_mul(ends.min(positions));
+        more.saturating_add(kv.bytes_per_position(d).saturating_mul(positions))
     };
-    let ends = places(config, method, options).map(more);
-    let all = position_bytes(config, method, options).saturating_mul(positions);
-    ends.fold(all, usize::saturating_add)
+    places(config, method, options)
+        .map(of)
+        .fold(0, usize::saturating_add)
 }
 
 /// Estimates the bytes of the method's indexes of some positions.

@@ -76,6 +76,11 @@ fn attended(selection: &Selection, set: &StaticSet, group: usize) -> usize {
     }
 }
 
+/// Returns the chosen positions whose rows are read whole.
+fn read_whole(selection: &Selection) -> &[u32] {
+    selection.whole.as_deref().unwrap_or(&selection.positions)
+}
+
 /// Adds what memory moves of the cache for a selection for `group` query heads.
 pub(crate) fn add_rows(
     reads: &mut Reads,
@@ -86,18 +91,19 @@ pub(crate) fn add_rows(
     head_dim: usize,
 ) {
     let rows = attended(selection, set, group);
+    let kv = kv.in_context(set.visible().end, set.len());
     if kv.has_ends() {
         let (sinks, is_whole) = (set.sinks.len(), rows > set.sinks.len());
         // The array of the other rows begins behind the sinks.
         let others = |positions: &[u32]| -> Vec<u32> {
             positions.iter().map(|p| p.saturating_sub(sinks as u32)).collect()
         };
-        let chosen = if is_whole {
-            others(&selection.positions)
+        let (chosen, whole) = if is_whole {
+            (others(&selection.positions), others(read_whole(selection)))
         } else {
-            Vec::new()
+            (Vec::new(), Vec::new())
         };
-        reads.rows(kv, head_dim, &chosen, &others(&selection.ranked));
+        reads.rows(kv, head_dim, &chosen, &whole, &others(&selection.ranked));
         return reads.end_rows(kv, head_dim, [sinks, if is_whole { set.window.len() } else { 0 }]);
     }
     if reads.moves_whole_rows(kv, head_dim) {
@@ -108,7 +114,7 @@ pub(crate) fn add_rows(
     } else {
         set.merge(&selection.positions)
     };
-    reads.rows(kv, head_dim, &attended, &selection.ranked);
+    reads.rows(kv, head_dim, &attended, &attended, &selection.ranked);
 }
 
 /// What the decode steps of one layer really read: sums over the choices of its KV heads.
@@ -122,6 +128,8 @@ pub struct Counts {
     pub rows: u64,
     /// Rows of the static set: all of them, and how many of them were attended.
     pub ends: [u64; 2],
+    /// Attended rows in layers of which only the upper layer was read.
+    pub upper_rows: u64,
     /// Keys that were read to rank positions and then not attended.
     pub ranked_keys: u64,
     /// Bytes of these rows and keys.
@@ -149,6 +157,7 @@ impl Counts {
         visible: 0,
         rows: 0,
         ends: [0, 0],
+        upper_rows: 0,
         ranked_keys: 0,
         kv_bytes: 0,
         visible_bytes: 0,
@@ -173,8 +182,15 @@ impl Counts {
     ) {
         let bypassed = selection.bypassed.iter().flatten().count();
         let rows = attended(selection, set, group);
+        let kv = kv.in_context(set.visible().end, set.len());
+        let upper = if rows > set.sinks.len() {
+            selection.positions.len() - read_whole(selection).len()
+        } else {
+            0
+        };
         let known = Self {
             choices: 1,
+            upper_rows: upper as u64,
             visible: set.visible().len() as u64,
             rows: rows as u64,
             // Bypassed heads attend the sinks alone.
@@ -194,15 +210,18 @@ impl Counts {
 
     /// Returns the same counts with the bytes of rows and keys in a cache of type `kv` with `head_dim` channels.
     pub(crate) fn in_rows(self, kv: KvType, head_dim: usize) -> Self {
-        let (row, key, more) = (
+        let (row, key, more, lower) = (
             kv.bytes_per_position(head_dim) as u64,
             kv.bytes_per_key(head_dim) as u64,
             kv.more_per_end(head_dim) as u64,
+            kv.lower_bytes(head_dim) as u64,
         );
+        let shared = self.choices * kv.shared_bytes(head_dim) as u64;
         let [ends, attended] = self.ends;
         Self {
-            kv_bytes: self.rows * row + attended * more + self.ranked_keys * key,
-            visible_bytes: self.visible * row + ends * more,
+            kv_bytes: shared + self.rows * row + attended * more + self.ranked_keys * key
+                - self.upper_rows * lower,
+            visible_bytes: shared + self.visible * row + ends * more,
             uncompressed_bytes: self.visible * kv.uncompressed_bytes(head_dim) as u64,
             ..self
         }
@@ -258,6 +277,7 @@ impl AddAssign for Counts {
         self.visible += other.visible;
         self.rows += other.rows;
         self.ends = [0, 1].map(|i| self.ends[i] + other.ends[i]);
+        self.upper_rows += other.upper_rows;
         self.ranked_keys += other.ranked_keys;
         self.kv_bytes += other.kv_bytes;
         self.visible_bytes += other.visible_bytes;

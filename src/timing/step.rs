@@ -144,7 +144,7 @@ impl<'a> CpuSteps<'a> {
             if setting.attends {
                 add_rows(&mut reads, chosen, &set, group, setting.kv, head_dim)
             } else {
-                reads.rows(setting.kv, head_dim, &[], &chosen.ranked)
+                reads.rows(setting.kv, head_dim, &[], &[], &chosen.ranked)
             }
             self.counts.add(chosen, &reads, &set, group, setting.kv, head_dim);
         }
@@ -165,6 +165,7 @@ impl<'a> CpuSteps<'a> {
         if !self.setting.attends {
             counts.rows = 0;
             counts.ends[1] = 0;
+            counts.upper_rows = 0;
         }
         let counts = counts.in_rows(*kv, layer.shape.head_dim);
         json!({

@@ -33,10 +33,16 @@ const OFFSET_LANES: usize = 8;
 /// scale and offset in f16 per [`GROUP`] channels; the last group may be shorter. Sixteen channels take 2 `BITS` bytes: in 4
 /// bits, channel i is in the lower half of byte i for i < 8, else in the upper half of byte i - 8; in 2 bits, channel i is in
 /// the bits 2 i and 2 i + 1.
+///
+/// Rows may also have codes alone ([`CodeRows::plane`]), which are then read as integers.
 #[derive(Clone, Copy)]
 pub struct CodeRows<'a, const BITS: usize> {
     segments: &'a [Segment<'a, u8>],
     d: usize,
+    /// The bytes from one row to the next.
+    stride: usize,
+    /// Where a row begins within these bytes.
+    at: usize,
     /// The bytes of a row.
     width: usize,
     /// The bytes of the codes of a row.
@@ -71,27 +77,51 @@ pub fn place(bits: usize, channel: usize) -> (usize, usize) {
 impl<'a, const BITS: usize> CodeRows<'a, BITS> {
     /// Takes rows of d channels, in segments, of which the first begins at position 0.
     pub fn new(segments: &'a [Segment<'a, u8>], d: usize) -> Self {
+        let width = width(BITS, d);
         Self {
             segments,
             d,
-            width: width(BITS, d),
+            stride: width,
+            at: 0,
+            width,
             codes: code_bytes(BITS, d),
+        }
+    }
+
+    /// Takes rows of d channels that are codes alone, `stride` bytes apart; a row begins `at` bytes after the place of its position.
+    pub fn plane(segments: &'a [Segment<'a, u8>], d: usize, stride: usize, at: usize) -> Self {
+        let codes = code_bytes(BITS, d);
+        Self {
+            segments,
+            d,
+            stride,
+            at,
+            width: codes,
+            codes,
+        }
+    }
+
+    /// Writes the codes of a row to `out`, `[d]`.
+    pub fn read(self, position: u32, out: &mut [f32]) {
+        let row = self.row(position);
+        for (channel, to) in out.iter_mut().enumerate() {
+            *to = f32::from(code::<BITS>(row, channel / GROUP, channel % GROUP));
         }
     }
 
     #[inline(always)]
     fn row(self, position: u32) -> Row<'a> {
         let (rows, at) = self.place(position);
-        Row(&rows[at..at + self.width])
+        Row(&rows[at + self.at..][..self.width])
     }
 
-    /// Returns the bytes of the segment that has a row, and where the row begins in them.
+    /// Returns the bytes of the segment that has a position, and where those of the position begin.
     #[inline(always)]
     fn place(self, position: u32) -> (&'a [u8], usize) {
         let mut last_first = self.segments.iter().rev();
         let own = last_first.find(|segment| position as usize >= segment.first);
         own.map_or((&[], 0), |own| {
-            (own.rows, (position as usize - own.first) * self.width)
+            (own.rows, (position as usize - own.first) * self.stride)
         })
     }
 
@@ -104,6 +134,9 @@ impl<'a, const BITS: usize> CodeRows<'a, BITS> {
     #[inline(always)]
     fn pair(self, row: Row<'a>, group: usize) -> [f16; 2] {
         debug_assert!(group < self.groups());
+        if self.codes == self.width {
+            return [f16::ONE, f16::ZERO];
+        }
         // SAFETY: a row has [`CodeRows::width`] bytes, of which the last are the pairs of its groups.
         let pair = unsafe {
             let at = row.0.as_ptr().add(self.codes + 4 * group);
@@ -123,7 +156,7 @@ impl<'a, const BITS: usize> CodeRows<'a, BITS> {
 impl<const BITS: usize> StepRows for CodeRows<'_, BITS> {
     fn prefetch_at(self, position: u32) {
         let (rows, at) = self.place(position);
-        prefetch_row(&rows[at.min(rows.len())..], 0, self.width);
+        prefetch_row(&rows[at.min(rows.len())..], 0, self.stride);
     }
 
     /// # Numerics

@@ -136,6 +136,11 @@ impl PatternScores {
         fixed
     }
 
+    /// Returns the best `count` of the rows at `places`, ascending. The lower row wins a tie.
+    pub fn best(&self, rows: &[u8], places: &[u32], count: usize) -> Vec<u32> {
+        best_positions(self.of_all(rows, places), count)
+    }
+
     /// Chooses the best `need` rows that are not in `fixed` (ascending), by the exact scores of all rows.
     fn plain(&self, rows: &[u8], fixed: &[u32], need: usize) -> Vec<u32> {
         let places = rows.chunks_exact(self.width()).zip(0..);

@@ -41,7 +41,7 @@ pub(super) fn refined(budget: usize, n: usize) -> usize {
 
 /// Chooses the `budget` candidates with the largest estimated probability, summed over the query heads. The lower place
 /// wins a tie. The best [`refined`] candidates by the first stage are scored again by both, and the choice is made among
-/// them. Returns the choice and the refined candidates.
+/// them. Returns the choice, the best `best` of it, and the refined candidates.
 ///
 /// Threads share the candidates in chunks of [`CHUNK`]; their number does not change a bit of the result.
 ///
@@ -56,7 +56,8 @@ pub(super) fn choose(
     width: usize,
     fixed: &Array2<f32>,
     budget: usize,
-) -> (Vec<u32>, Vec<u32>) {
+    best: usize,
+) -> [Vec<u32>; 3] {
     let n = first.len() / width;
     let mut scratch = Scratch::take();
     let Scratch { chunks, mass } = &mut scratch;
@@ -97,10 +98,12 @@ pub(super) fn choose(
         .for_each(|chunk| chunk.refined_masses(&all, mass));
 
     let places = masks::places(&mask, 0);
-    let best = largest(mass, budget).into_iter();
-    let chosen = best.map(|i| places[i as usize]).collect();
+    let [chosen, best] = [budget, best].map(|count| {
+        let best = largest(mass, count).into_iter();
+        best.map(|i| places[i as usize]).collect()
+    });
     scratch.keep();
-    (chosen, places)
+    [chosen, best, places]
 }
 
 /// Returns the bytes of a step's buffers: for each of `n` candidates a power per query head and a probability; for each
@@ -424,12 +427,13 @@ mod tests {
         for (words, has_path) in [(16, false), (16, true), (256, false), (256, true)] {
             let head = codebook(words, has_path);
             let codes = head.encode(keys.view(), FIRST);
-            let (chosen, both) = choose(
+            let [chosen, of_chosen, both] = choose(
                 &head.scores(queries.view(), FIRST..FIRST + n),
                 codes.each_ref().map(Vec::as_slice),
                 head.width(),
                 &fixed,
                 budget,
+                budget / 4,
             );
             let [first, last] = scores(&head, queries.view(), &codes, n);
             let highest = |scores: &[f64]| scores.iter().copied().fold(f64::MIN, f64::max).ceil();
@@ -450,6 +454,8 @@ mod tests {
             }
             let expected = best(&mixed, &fixed, &refined, budget);
             assert_eq!(chosen, expected, "{words} {has_path}");
+            let expected = best(&mixed, &fixed, &refined, budget / 4);
+            assert_eq!(of_chosen, expected, "{words} {has_path}");
         }
     }
 }
