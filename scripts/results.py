@@ -61,7 +61,7 @@ FORMATS = ("bf16", "int8", "int4+4", "k=int8,v=int4", "int4", "k=int4,v=int2", "
 # Formats that are measured with a map of keys that is fitted to text, and those also with OSCAR's rotation.
 MAPPED, COMPARED = ("int4+4", "k=int8,v=int4", "int4", "k=int4,v=int2", "int2"), ("int4", "int2")
 # Formats over which an index chooses rows.
-CHOSEN = ("bf16", "int8", "k=int8,v=int4", "int4", "int4+4")
+CHOSEN = ("bf16", "int8", "int4", "int4+4")
 # Bytes of a line of memory, in which the reads of these rows are counted.
 LINE = 64
 FINAL_TEXTS = ("prose", "source", "dialogue")
@@ -343,7 +343,7 @@ class Results(Lab):
             command = ["--artifact", artifact, "--tokens", text, "--max-tokens", 10**9, "--seq-len", 8192, "--granule", LINE, "--decode", 16,
                        *self.losses_only()]
             rows = []
-            for method, options in (("full", []), ("wpq", ["--reads", "0.035,0.05,0.1"])):
+            for method, options in (("full", []), ("wpq", ["--reads", "0.05,0.1"])):
                 document, of_method = self.in_formats(f"row-reads-{work}-{method}", CHOSEN, [*command, "--methods", method, *options], [text, artifact], "artifact")
                 rows += [kept(row) | {"form": kv, "share": row.get("reads_target", 1), "options": ""} for kv, row in of_method]
             found.append({"calibration": fits, **conditions(document), "rows": rows})

@@ -80,8 +80,9 @@ pub(super) struct Reading {
     /// recommendation, which was measured with bf16; otherwise f32)
     #[arg(long, value_name = "TYPE", value_parser = Kv::parser())]
     kv: Option<Kv>,
-    /// Share of the chosen rows that are read in all 8 bits with --kv int4+4: those of the largest estimated attention. Of the
-    /// others, 4 bits are read. Methods that estimate no attention read all rows in 8 bits, unless SHARE is 0
+    /// Share of the chosen rows that a step reads in all 8 bits with --kv int4+4: those of the largest estimated attention. Of the
+    /// rest, it reads 4 bits. Methods that estimate no attention read 8 bits of all rows; with 0, those that rank no cached keys
+    /// read 4 bits
     #[arg(long, value_name = "SHARE", default_value_t = WHOLE, value_parser = parse_any_share)]
     whole_rows: f64,
     /// How keys and values in int4+4, int4 and int2 are turned before they are rounded: by the maps of --artifact, by a Hadamard matrix, or

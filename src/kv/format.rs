@@ -221,7 +221,8 @@ impl KvType {
     pub fn more_per_end(self, d: usize) -> usize {
         let more = |format: RowFormat, part| {
             let own = format.end_bytes(d);
-            own.map_or(0, |bytes| bytes - format.bytes(part, d))
+            // Padded, a row of very few channels may take more than in bf16.
+            own.map_or(0, |bytes| bytes.saturating_sub(format.bytes(part, d)))
         };
         more(self.keys, Part::Keys) + more(self.values, Part::Values)
     }

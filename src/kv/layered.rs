@@ -14,9 +14,7 @@ use super::layout::Layout;
 use super::map::{HeadMaps, RowMap};
 use super::rows::{Format, Part, RowCache, RowForm, RowStore};
 use crate::compute::attention::codes::{CodeRows, code_bytes, place};
-use crate::compute::attention::{
-    self, AHEAD, CachedRows, GroupQueries, LANES, OutputSums, Run, Segment, StepRows,
-};
+use crate::compute::attention::{self, CachedRows, GroupQueries, LANES, OutputSums, Run, Segment, StepRows};
 use crate::compute::simd;
 use crate::float::{f16_at_least, saturating_f16};
 use crate::parameters::Word;
@@ -45,7 +43,7 @@ impl Format for Layers {
     fn word(&self) -> Word {
         Word {
             name: "int4+4",
-            help: "two layers of 4 bits after a rotation, with a range per channel: steps read both layers of the best of the chosen rows, and one of the others; sinks and window in bf16",
+            help: "two layers of 4 bits after a rotation, with a range per channel: steps read both layers of the best of the chosen rows, and the upper layer of the rest; sinks and window in bf16",
         }
     }
 
@@ -288,8 +286,12 @@ impl Packer<'_> {
     /// Packs a later row.
     fn next(&mut self, row: ArrayView1<f32>) {
         let row = self.see(row);
-        if self.ranges.last().is_some_and(|ranges| ranges.is_left(&row)) {
-            self.ranges.push(Ranges::new(*self.packed, self.seen));
+        if let Some(ranges) = self.ranges.last().filter(|ranges| ranges.is_left(&row)) {
+            let new = Ranges::new(*self.packed, self.seen);
+            // Rounding may leave a number outside whatever the ranges are.
+            if (&new.least, &new.step) != (&ranges.least, &ranges.step) {
+                self.ranges.push(new);
+            }
         }
         self.pack(&row);
     }
@@ -298,7 +300,9 @@ impl Packer<'_> {
     fn see(&mut self, row: ArrayView1<f32>) -> Vec<f32> {
         let mut row = row.to_vec();
         self.map.apply(&mut row);
-        for ([low, high], x) in self.seen.iter_mut().zip(&row) {
+        // A number that is not finite would spoil the ranges of all later rows.
+        let finite = self.seen.iter_mut().zip(&row).filter(|(_, x)| x.is_finite());
+        for ([low, high], x) in finite {
             (*low, *high) = (low.min(*x), high.max(*x));
         }
         row
@@ -380,17 +384,6 @@ impl Layered {
         }
     }
 
-    /// Counts the positions.
-    pub fn positions(&self) -> usize {
-        self.parts[0].ends.len()
-    }
-
-    /// Returns the bytes held.
-    pub fn held(&self) -> usize {
-        let parts: usize = self.parts.iter().map(LayeredPart::bytes).sum();
-        parts + self.layers.iter().map(RowStore::bytes).sum::<usize>()
-    }
-
     /// Returns how many of the rows that a step chooses it reads whole; `None` for all of them.
     pub fn whole_rows(&self, chosen: usize) -> Option<usize> {
         (self.whole < 1.0).then(|| (self.whole * chosen as f64).ceil() as usize)
@@ -427,11 +420,12 @@ impl RowCache for Layered {
     }
 
     fn len(&self) -> usize {
-        self.positions()
+        self.parts[0].ends.len()
     }
 
     fn bytes(&self) -> usize {
-        self.held()
+        let parts: usize = self.parts.iter().map(LayeredPart::bytes).sum();
+        parts + self.layers.iter().map(RowStore::bytes).sum::<usize>()
     }
 
     fn layered(&self) -> Option<&Layered> {
@@ -738,7 +732,7 @@ impl CachedRows for PlaneRows<'_> {
     }
 
     fn prefetch(&self, rows: &[u32]) {
-        attention::prefetch_first(self.codes(), &rows[..rows.len().min(AHEAD)]);
+        attention::prefetch_first(self.codes(), rows);
     }
 
     fn scores(&self, queries: &GroupQueries, run: &Run, out: &mut [f32], stride: usize) {
@@ -905,6 +899,27 @@ mod tests {
         assert!(ranges == 2 && (x - own).abs() <= 1.2 * step, "{x} {own}");
         for (p, row) in before.iter().enumerate().take(n - WINDOW) {
             assert_eq!(read(&cache, p), *row);
+        }
+    }
+
+    /// Channels that never change, and numbers that are not finite, neither begin ranges without end nor spoil later rows.
+    #[test]
+    fn odd_rows_leave_the_others_as_they_are() {
+        let (n, d) = (SINKS + FIRST + WINDOW + 50, 32);
+        for x in [0.5, 0.703125, 1.0, 1.1015625] {
+            let mut cache = cache(d, &RowMap::Hadamard);
+            // Only the first channel of the map is not zero. It is no float of 16 bits, so that its least may be above it.
+            let same = Array2::from_elem((n, d), x);
+            cache.extend(same.view());
+            assert_eq!(cache.parts[0].ranges.len(), 1);
+            let error = |cache: &Layered| (read(cache, cache.len() - WINDOW - 1)[3] - x).abs();
+            assert!(error(&cache) < 1e-3);
+            let mut odd = same.slice(ndarray::s![..40, ..]).to_owned();
+            odd[[2, 1]] = f32::INFINITY;
+            odd[[4, 1]] = f32::NAN;
+            cache.extend(odd.view());
+            assert_eq!(cache.parts[0].ranges.len(), 1);
+            assert!(error(&cache) < 1e-3);
         }
     }
 

@@ -134,7 +134,9 @@ impl Reads {
     /// Adds what memory moves of a cache: the rows at `attended`, and the keys at `ranked`. Both ascend and have no
     /// position in common. Of rows in layers, the lower layer is read at `whole`, some of the attended positions.
     pub fn rows(&mut self, kv: KvType, head_dim: usize, attended: &[u32], whole: &[u32], ranked: &[u32]) {
-        self.moved(std::iter::once(0..kv.shared_bytes(head_dim)));
+        if !attended.is_empty() || !ranked.is_empty() {
+            self.moved(std::iter::once(0..kv.shared_bytes(head_dim)));
+        }
         if kv.is_layered_pair() {
             let [keys, values] = kv.row_arrays(head_dim);
             for ([key, value], attended) in keys

@@ -185,8 +185,15 @@ pub(super) fn decode_head(
     retriever.append(token.k.pre.view(), token.k.rope.view());
     let mut selection = retriever.select(step);
     let is_choice = selection.positions.len() < step.candidates.len();
-    if is_choice && selection.whole.is_none() && step.whole_rows() == Some(0) {
-        // No row is to be read whole, though the method does not rank what it chooses.
+    if chooser.tail.is_some() {
+        // The tail reads all rows that are attended.
+        selection.whole = None;
+    } else if is_choice
+        && selection.whole.is_none()
+        && selection.products == 0
+        && step.whole_rows() == Some(0)
+    {
+        // No row is to be read whole, though the method estimates no attention. If it has read keys to rank them, they were.
         selection.whole = Some(Vec::new());
     }
     if retriever.ranks(step) {

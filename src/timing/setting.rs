@@ -86,12 +86,17 @@ impl LayerSetting {
 
     /// Counts the bytes of a cached key.
     pub fn key_bytes(&self) -> usize {
-        self.kv.bytes_per_key(self.layer.shape.head_dim)
+        self.cached().bytes_per_key(self.layer.shape.head_dim)
+    }
+
+    /// Returns the formats that rows have in this context.
+    pub fn cached(&self) -> KvType {
+        self.kv.in_context(self.layer.context(), self.static_set().len())
     }
 
     /// Counts the bytes of a cached key and value.
     pub fn position_bytes(&self) -> usize {
-        self.kv.bytes_per_position(self.layer.shape.head_dim)
+        self.cached().bytes_per_position(self.layer.shape.head_dim)
     }
 
     /// Counts the bytes of all keys and values of one layer.
@@ -142,7 +147,15 @@ impl LayerSetting {
         } else {
             (reads.keys, 0)
         };
-        reads.index_bytes.unwrap_or(0) + self.key_bytes() * ranked + self.position_bytes() * attended
+        let whole = selection.whole.as_ref().unwrap_or(&selection.positions);
+        let upper = if self.attends {
+            selection.positions.len() - whole.len()
+        } else {
+            0
+        };
+        let rows =
+            self.position_bytes() * attended - self.cached().lower_bytes(self.layer.shape.head_dim) * upper;
+        reads.index_bytes.unwrap_or(0) + self.key_bytes() * ranked + rows
     }
 
     /// Counts the bytes that a step on a GPU has to move: the index, and each row that is attended once.

@@ -160,14 +160,14 @@ impl<'a> CpuSteps<'a> {
     /// Returns the shares of what the last step read in the bytes of all keys and values. Unless the chosen positions were
     /// attended, only the rows that were read to choose count.
     pub fn shares(&self) -> Value {
-        let LayerSetting { kv, layer, .. } = self.setting;
+        let layer = &self.setting.layer;
         let mut counts = self.counts;
         if !self.setting.attends {
             counts.rows = 0;
             counts.ends[1] = 0;
             counts.upper_rows = 0;
         }
-        let counts = counts.in_rows(*kv, layer.shape.head_dim);
+        let counts = counts.in_rows(self.setting.cached(), layer.shape.head_dim);
         json!({
             "bytes_read_fraction": counts.bytes_fraction(),
             "granule": CPU_GRANULE,
