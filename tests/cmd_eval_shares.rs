@@ -299,8 +299,20 @@ fn rows_in_layers_are_counted_as_they_are_read() {
     // As long as few rows have left the window, all are in bf16.
     let short = Eval::new(&[180]);
     let options = "--methods full,topk --budgets 40 --decode 20 --json";
-    let of = |kv: &str| short.text(&format!("{options} --kv {kv}")).json()["rows"].clone();
-    assert_eq!(of("int4+4"), of("bf16"));
+    let of = |kv: &str| short.text(&format!("{options} --kv {kv}")).json();
+    let (layered, plain) = (of("int4+4"), of("bf16"));
+    for (layered, plain) in rows(&layered).iter().zip(rows(&plain)) {
+        for key in [
+            "bytes_read_fraction",
+            "uncompressed_read_fraction",
+            "uncompressed_moved_fraction",
+        ] {
+            assert_eq!(layered[key], plain[key], "{key}");
+        }
+        // The same rows, added up in other parts.
+        let [own, other] = [layered, plain].map(|row| number(row, "kl"));
+        assert!((own - other).abs() < 1e-3 * other, "{own} {other}");
+    }
 }
 
 #[test]

@@ -304,18 +304,19 @@ mod tests {
             let rows = positions.iter().map(|p| span(*p, width, width));
             rows.chain(ranked.iter().map(|p| span(*p, width, key))).collect()
         };
+        let whole_array = |bytes: usize, granule: usize| bytes.next_multiple_of(granule);
         for (granule, d) in [(1, 64), (32, 64), (64, 64), (64, 80), (128, 64)] {
             let half = d / 2;
             let mut reads = Reads::new(granule);
             reads.rows(pair, d, &attended, &whole, &ranked);
             // Least and step of every channel, in 16 bits, of keys and of values.
-            let ranges = naive(granule, &[0..8 * d]);
+            let ranges = whole_array(8 * d, granule);
             let upper = naive(granule, &spans(&attended, &ranked, 2 * half, half));
             let lower = naive(granule, &spans(&whole, &ranked, 2 * half, half));
             assert_eq!(reads.moved_bytes, Some(ranges + upper + lower), "{granule} {d}");
             let mut reads = Reads::new(granule);
             reads.rows(keys_only, d, &attended, &whole, &ranked);
-            let ranges = naive(granule, &[0..4 * d]);
+            let ranges = whole_array(4 * d, granule);
             let upper = naive(granule, &spans(&attended, &ranked, half, half));
             let lower = naive(granule, &spans(&whole, &ranked, half, half));
             let values = naive(granule, &spans(&attended, &[], 2 * d, 0));
