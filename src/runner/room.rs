@@ -22,12 +22,6 @@ fn places<'a>(
     heads.map(move |(layer, head)| options.place(config, method, layer, head))
 }
 
-/// Returns the bytes of the keys and values of one more position in all layers.
-pub fn position_bytes(config: &ModelConfig, method: &dyn Method, options: &DecodeOptions) -> usize {
-    let of = |place: Place| place.kv.bytes_per_position(place.head_dim);
-    places(config, method, options).map(of).sum()
-}
-
 /// Returns the bytes of the keys and values of some positions.
 pub fn row_bytes(
     config: &ModelConfig,

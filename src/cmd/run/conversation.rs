@@ -64,8 +64,8 @@ pub(super) struct Conversation<'a, 'd> {
     pub global: &'a Global,
     /// Type of the cache.
     pub kv: KvType,
-    /// Bytes of the keys and values of a position.
-    pub position_bytes: usize,
+    /// Returns the bytes of the keys and values of some positions.
+    pub row_bytes: Box<dyn Fn(usize) -> usize + 'a>,
     /// What could not run as requested, and what ran instead.
     pub fallbacks: Vec<String>,
     pub setting: RunSetting<'a>,
@@ -216,7 +216,7 @@ impl Conversation<'_, '_> {
         }
         let chat = self.args.chat;
         if !chat {
-            let bytes = ids.len() * self.position_bytes;
+            let bytes = (self.row_bytes)(ids.len());
             log.note(&format!(
                 "prefill: {}, {} of KV cache",
                 tokens(ids.len()),

@@ -17,7 +17,7 @@ use crate::machine::ON_CPU;
 use crate::method::Method;
 use crate::model::Decoder;
 use crate::model::forward::CpuForward;
-use crate::runner::room::position_bytes;
+use crate::runner::room::row_bytes;
 use crate::runner::{CpuBackend, DecodeOptions, Session};
 
 /// What is opened before it is known by which method prompts are answered.
@@ -78,7 +78,7 @@ impl Ready<'_> {
             args,
             global,
             kv: options.kv,
-            position_bytes: position_bytes(&decoder.config, method, options),
+            row_bytes: Box::new(|positions| row_bytes(&decoder.config, method, options, positions)),
             fallbacks: of_device.chain(in_full(method)).collect(),
             setting: self.setting,
             artifact,
