@@ -217,6 +217,7 @@ fn conditions(
         "artifacts": files.map(artifact).collect::<Vec<_>>(),
         "kv": options.kv,
         "rotation": args.reading.rotation_name(artifacts.first()),
+        "whole_rows": args.reading.whole_rows(),
         "weights": decoder.stored()?.name(),
         "sinks": options.limits.sinks,
         "window": options.limits.window,

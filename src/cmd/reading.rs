@@ -301,6 +301,11 @@ impl Reading {
         self.weights.map(|weights| weights.quant().name())
     }
 
+    /// Returns the share of the chosen rows that are read whole where rows are in layers.
+    pub(super) fn whole_rows(&self) -> f64 {
+        self.whole_rows
+    }
+
     /// Lists the files that are read: the artifact and the head plan, if they are given.
     pub(super) fn files(&self) -> impl Iterator<Item = &PathBuf> {
         self.artifact.iter().chain(&self.head_plan)

@@ -303,7 +303,7 @@ impl CachedRows for WithEnds {
 mod tests {
     use super::super::layout::Center;
     use super::super::map::RowMap;
-    use super::super::rows::Part;
+    use super::super::qkv::Part;
     use super::*;
     use crate::kv::RowFormat;
     use crate::testing::{numbers, values};

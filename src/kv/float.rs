@@ -5,7 +5,8 @@ use ndarray::ArrayView1;
 
 use super::layout::Layout;
 use super::map::RowMap;
-use super::rows::{Format, Part, RowCache, RowForm, RowStore};
+use super::qkv::Part;
+use super::rows::{Format, RowCache, RowForm, RowStore, RowUnits};
 use crate::compute::attention::{LANES, Segment, StoredRows};
 use crate::float::Float;
 use crate::parameters::Word;
@@ -70,16 +71,19 @@ pub fn cache(float: Float, d: usize, capacity: usize) -> Box<dyn RowCache> {
     }
 }
 
-/// Implements [`RowForm`] for a float type: how to round an f32 to it, and how to read a row.
+/// Implements [`RowUnits`] and [`RowForm`] for a float type: how to round an f32 to it, and how to read a row.
 macro_rules! row_form {
     ($float:ty, $round:expr, $read:expr) => {
-        impl RowForm for $float {
+        impl RowUnits for $float {
             type Unit = Self;
-            type Rows<'a> = StoredRows<'a, Self>;
 
             fn width(d: usize) -> usize {
                 d
             }
+        }
+
+        impl RowForm for $float {
+            type Rows<'a> = StoredRows<'a, Self>;
 
             fn is_chunked(d: usize) -> bool {
                 d.is_multiple_of(LANES)

@@ -4,7 +4,8 @@ use std::fmt;
 
 use serde::{Deserialize, Deserializer, Serialize, Serializer};
 
-use super::rows::{Format, Part};
+use super::qkv::Part;
+use super::rows::Format;
 use super::{float, int8, layered, low_bit, packed};
 use crate::float::Float;
 

@@ -8,7 +8,8 @@ use super::format::{KvType, RowFormat};
 use super::layered::Layered;
 use super::layout::Layout;
 use super::map::HeadMaps;
-use super::rows::{Part, Prompted, RowCache, Signs};
+use super::qkv::Part;
+use super::rows::{Prompted, RowCache, Signs};
 use crate::compute::attention::CachedRows;
 
 /// Rotated keys and values of one KV head; row p belongs to position p.

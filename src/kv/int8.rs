@@ -5,7 +5,8 @@ use ndarray::ArrayView1;
 
 use super::layout::Layout;
 use super::map::RowMap;
-use super::rows::{Format, Part, RowCache, RowForm, RowStore};
+use super::qkv::Part;
+use super::rows::{Format, RowCache, RowForm, RowStore, RowUnits};
 use crate::compute::attention::lanes::Simd;
 use crate::compute::attention::{ChunkedRows, LANES, Segment};
 use crate::float::f16_at_least;
@@ -47,13 +48,16 @@ impl Format for Int8s {
 #[derive(Clone, Copy)]
 pub(super) struct Int8;
 
-impl RowForm for Int8 {
+impl RowUnits for Int8 {
     type Unit = u8;
-    type Rows<'a> = Codes<'a>;
 
     fn width(d: usize) -> usize {
         d + 2 * d.div_ceil(GROUP)
     }
+}
+
+impl RowForm for Int8 {
+    type Rows<'a> = Codes<'a>;
 
     fn is_chunked(d: usize) -> bool {
         d.is_multiple_of(LANES)

@@ -11,7 +11,8 @@ use ndarray::{Array2, ArrayView1, ArrayView2};
 use super::ends::WithEnds;
 use super::layout::Layout;
 use super::map::RowMap;
-use super::rows::{Format, Part, RowCache, RowForm, RowStore};
+use super::qkv::Part;
+use super::rows::{Format, RowCache, RowForm, RowStore, RowUnits};
 use crate::compute::attention::codes::{CodeRows, GROUP, code_bytes, place, width};
 use crate::compute::attention::{CachedRows, GroupQueries, LANES, OutputSums, Run, Segment};
 use crate::compute::simd;
@@ -93,15 +94,18 @@ impl<const BITS: usize> Codes<BITS> {
     const MOST: f32 = ((1 << BITS) - 1) as f32;
 }
 
-impl<const BITS: usize> RowForm for Codes<BITS> {
+impl<const BITS: usize> RowUnits for Codes<BITS> {
     type Unit = u8;
-    type Rows<'a> = CodeRows<'a, BITS>;
-    // Rows whose weights are rounded together.
-    const WHOLE_RUNS: bool = true;
 
     fn width(d: usize) -> usize {
         width(BITS, d)
     }
+}
+
+impl<const BITS: usize> RowForm for Codes<BITS> {
+    type Rows<'a> = CodeRows<'a, BITS>;
+    // Rows whose weights are rounded together.
+    const WHOLE_RUNS: bool = true;
 
     fn is_chunked(d: usize) -> bool {
         d.is_multiple_of(LANES)

@@ -7,7 +7,7 @@ use std::sync::Arc;
 
 use ndarray::NdFloat;
 
-use super::rows::Part;
+use super::qkv::Part;
 use crate::compute::simd;
 
 /// A linear map of the d channels of a row.

@@ -12,6 +12,15 @@ pub struct Qkv<Q, K = Q, V = K> {
     pub v: V,
 }
 
+/// What the rows of a cache are.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Part {
+    /// Rotated keys.
+    Keys,
+    /// Values.
+    Values,
+}
+
 /// Queries or keys before and after rotation.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Rotated<T> {

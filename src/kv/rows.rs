@@ -10,21 +10,13 @@ use super::layered::Layered;
 use super::layout::Layout;
 use super::lines::AlignedVec;
 use super::map::RowMap;
+use super::qkv::Part;
 use crate::compute::attention::{self, CachedRows, GroupQueries, OutputSums, Run, Segment, StepRows};
 use crate::float::Float;
 use crate::parameters::Word;
 
 #[cfg(test)]
 pub(super) mod checks;
-
-/// What the rows of a cache are.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Part {
-    /// Rotated keys.
-    Keys,
-    /// Values.
-    Values,
-}
 
 /// A format in which the keys or the values of a KV head are cached.
 pub trait Format: Sync {
@@ -165,18 +157,22 @@ impl Clone for Box<dyn RowCache> {
     }
 }
 
-/// A format of rows that does not depend on other rows.
-pub trait RowForm: 'static {
-    /// What a row consists of.
+/// What rows of a store consist of.
+pub trait RowUnits: 'static {
+    /// A part of a row.
     type Unit: Copy + Default + Send + Sync;
+
+    /// Counts the units of a row of d channels.
+    fn width(d: usize) -> usize;
+}
+
+/// A format of rows that does not depend on other rows.
+pub trait RowForm: RowUnits {
     /// Rows as the kernels of attention read them.
     type Rows<'a>: StepRows;
     /// Whether results depend on which rows are read in one run: then a store reads the rows that it shares with others in one
     /// run with its own.
     const WHOLE_RUNS: bool = false;
-
-    /// Counts the units of a row of d channels.
-    fn width(d: usize) -> usize;
 
     /// Returns whether the kernels can read rows of d channels as they are stored.
     fn is_chunked(d: usize) -> bool;
@@ -193,14 +189,14 @@ pub trait RowForm: 'static {
 }
 
 /// Rows of d values, contiguous; forks share their first rows.
-pub struct RowStore<F: RowForm> {
+pub struct RowStore<F: RowUnits> {
     d: usize,
     /// The first rows, shared with forks: the store that holds them, and how many of its rows belong to this store.
     shared: Option<(Arc<RowStore<F>>, usize)>,
     data: AlignedVec<F::Unit>,
 }
 
-impl<F: RowForm> Clone for RowStore<F> {
+impl<F: RowUnits> Clone for RowStore<F> {
     fn clone(&self) -> Self {
         Self {
             d: self.d,
@@ -210,7 +206,7 @@ impl<F: RowForm> Clone for RowStore<F> {
     }
 }
 
-impl<F: RowForm> RowStore<F> {
+impl<F: RowUnits> RowStore<F> {
     /// Makes an empty store with space for `capacity` rows.
     pub fn new(d: usize, capacity: usize) -> Self {
         Self {
@@ -228,6 +224,21 @@ impl<F: RowForm> RowStore<F> {
             self.shared = Some((Arc::new(base), rows));
         }
         self.clone()
+    }
+
+    /// Counts the rows.
+    pub fn len(&self) -> usize {
+        self.shared_len() + self.own_len()
+    }
+
+    /// Says whether there is no row.
+    pub fn is_empty(&self) -> bool {
+        self.len() == 0
+    }
+
+    /// Returns the bytes held, including reserved space and shared rows.
+    pub fn bytes(&self) -> usize {
+        self.data.bytes() + self.shared.as_ref().map_or(0, |(rows, _)| rows.bytes())
     }
 
     fn shared_len(&self) -> usize {
@@ -263,18 +274,6 @@ impl<F: RowForm> RowStore<F> {
         self.data.add(n * F::width(self.d))
     }
 
-    /// Removes all rows, none of which is shared, and returns them, `[n,d]`.
-    pub(super) fn drain(&mut self) -> Array2<f32> {
-        let (n, d) = (self.len(), self.d);
-        let rows = std::mem::replace(self, Self::new(d, 0));
-        let mut out = Array2::zeros((n, d));
-        let mut scratch = vec![0.0; d];
-        for (i, mut to) in out.rows_mut().into_iter().enumerate() {
-            to.assign(&ArrayView1::from(rows.row(i, &mut scratch)));
-        }
-        out
-    }
-
     /// Returns a new store of the last `n` rows, none of which is shared, with space for `capacity` rows.
     pub(super) fn last(&self, n: usize, capacity: usize) -> Self {
         let mut last = Self::new(self.d, capacity.max(n));
@@ -289,6 +288,33 @@ impl<F: RowForm> RowStore<F> {
         &self.data
     }
 
+    /// Lists the first `n` rows as segments, ascending.
+    pub(super) fn segments(&self, n: usize) -> Vec<Segment<'_, F::Unit>> {
+        let first = self.shared_len();
+        let shared = self.shared.as_ref();
+        let mut segments = shared.map_or_else(Vec::new, |(rows, of)| rows.segments(n.min(*of)));
+        let own = n.saturating_sub(first) * F::width(self.d);
+        if own > 0 || segments.is_empty() {
+            let rows = &self.data[..own];
+            segments.push(Segment { first, rows });
+        }
+        segments
+    }
+}
+
+impl<F: RowForm> RowStore<F> {
+    /// Removes all rows, none of which is shared, and returns them, `[n,d]`.
+    pub(super) fn drain(&mut self) -> Array2<f32> {
+        let (n, d) = (self.len(), self.d);
+        let rows = std::mem::replace(self, Self::new(d, 0));
+        let mut out = Array2::zeros((n, d));
+        let mut scratch = vec![0.0; d];
+        for (i, mut to) in out.rows_mut().into_iter().enumerate() {
+            to.assign(&ArrayView1::from(rows.row(i, &mut scratch)));
+        }
+        out
+    }
+
     /// Calls `f` with own rows in the form that the kernels take.
     fn with_own(&self, f: impl FnOnce(F::Rows<'_>)) {
         let segments = [Segment {
@@ -301,19 +327,6 @@ impl<F: RowForm> RowStore<F> {
     /// Calls `f` with all rows in the form that the kernels take.
     fn with_all(&self, f: impl FnOnce(F::Rows<'_>)) {
         f(F::rows(&self.segments(self.len()), self.d));
-    }
-
-    /// Lists the first `n` rows as segments, ascending.
-    pub(super) fn segments(&self, n: usize) -> Vec<Segment<'_, F::Unit>> {
-        let first = self.shared_len();
-        let shared = self.shared.as_ref();
-        let mut segments = shared.map_or_else(Vec::new, |(rows, of)| rows.segments(n.min(*of)));
-        let own = n.saturating_sub(first) * F::width(self.d);
-        if own > 0 || segments.is_empty() {
-            let rows = &self.data[..own];
-            segments.push(Segment { first, rows });
-        }
-        segments
     }
 }
 
@@ -336,11 +349,11 @@ impl<F: RowForm> RowCache for RowStore<F> {
     }
 
     fn len(&self) -> usize {
-        self.shared_len() + self.own_len()
+        self.len()
     }
 
     fn bytes(&self) -> usize {
-        self.data.bytes() + self.shared.as_ref().map_or(0, |(rows, _)| rows.bytes())
+        self.bytes()
     }
 }
 

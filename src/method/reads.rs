@@ -138,19 +138,15 @@ impl Reads {
             self.moved(std::iter::once(0..kv.shared_bytes(head_dim)));
         }
         if kv.is_layered_pair() {
-            let [keys, values] = kv.row_arrays(head_dim);
-            for ([key, value], attended) in keys
-                .into_iter()
-                .zip(values)
-                .zip([attended, whole])
-                .filter_map(|((key, value), attended)| Some(([key?, value?], attended)))
-            {
-                let row = |p: &u32, bytes: usize| {
-                    let first = *p as usize * (key + value);
-                    first..first + bytes
-                };
-                let rows = attended.iter().map(|p| row(p, key + value));
-                let mut spans: Vec<_> = rows.chain(ranked.iter().map(|p| row(p, key))).collect();
+            // The bytes of a layer of a key, and of a key and its value.
+            let (key, both) = (
+                kv.bytes_per_key(head_dim) / 2,
+                kv.bytes_per_position(head_dim) / 2,
+            );
+            let span = |p: &u32, bytes: usize| *p as usize * both..*p as usize * both + bytes;
+            for attended in [attended, whole] {
+                let rows = attended.iter().map(|p| span(p, both));
+                let mut spans: Vec<_> = rows.chain(ranked.iter().map(|p| span(p, key))).collect();
                 // The sort detects the two ascending runs.
                 spans.sort_by_key(|span| span.start);
                 self.moved(spans.into_iter());

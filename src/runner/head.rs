@@ -303,6 +303,13 @@ mod tests {
         told: Vec<(Vec<u32>, Array2<f32>)>,
     }
 
+    impl Witness {
+        fn new(observes: bool) -> Self {
+            let told = Vec::new();
+            Self { observes, told }
+        }
+    }
+
     impl Retriever for Witness {
         fn select(&mut self, _: &Step) -> Selection {
             Selection::default()
@@ -339,10 +346,7 @@ mod tests {
         assert_eq!(step.whole_rows(), Some(3));
         let chosen = vec![10, 20, 150, 200];
         let run = |whole: Option<Vec<u32>>| {
-            let mut witness = Witness {
-                observes: false,
-                told: Vec::new(),
-            };
+            let mut witness = Witness::new(false);
             let selection = Selection {
                 positions: chosen.clone(),
                 whole,
@@ -385,10 +389,7 @@ mod tests {
             kv: &kv,
         };
         let run = |observes: bool, bypassed: Vec<Option<Partial>>| {
-            let mut witness = Witness {
-                observes,
-                told: Vec::new(),
-            };
+            let mut witness = Witness::new(observes);
             let selection = Selection {
                 positions: vec![10, 20],
                 bypassed,

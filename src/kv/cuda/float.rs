@@ -10,7 +10,7 @@ use crate::compute::cuda::fill::{Random, fill};
 use crate::compute::cuda::kernels::{self, Kernel};
 use crate::error::Result;
 use crate::float::Float;
-use crate::kv::rows::Part;
+use crate::kv::qkv::Part;
 use crate::kv::{KvType, RowFormat};
 
 /// The format of rows of a float type.

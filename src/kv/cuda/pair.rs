@@ -7,7 +7,7 @@ use crate::compute::cuda::buffer::Buffer;
 use crate::compute::cuda::driver::Driver;
 use crate::compute::cuda::kernels::Kernel;
 use crate::error::Result;
-use crate::kv::rows::Part;
+use crate::kv::qkv::Part;
 use crate::kv::{KvType, RowFormat};
 
 /// A format of cached keys or values whose rows do not depend on one another.

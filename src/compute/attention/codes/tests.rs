@@ -84,7 +84,8 @@ fn expected<const BITS: usize>(
     Expected { scores, sums }
 }
 
-fn check<const BITS: usize>() {
+/// With `is_plane`, rows are codes alone, each behind as many bytes of other rows.
+fn check<const BITS: usize>(is_plane: bool) {
     for (d, r, n) in [
         (16, 1, 40),
         (64, 3, 75),
@@ -94,11 +95,21 @@ fn check<const BITS: usize>() {
         (128, 8, 1),
         (32, 7, 64),
     ] {
-        let stored = random_rows(BITS, d, 2 * n);
+        let codes = code_bytes(BITS, d);
+        let (stored, stride) = if is_plane {
+            let mut number = numbers(3);
+            ((0..4 * n * codes).map(|_| number() as u8).collect(), 2 * codes)
+        } else {
+            (random_rows(BITS, d, 2 * n), width(BITS, d))
+        };
         // The rows in two segments.
-        let (first, second) = stored.split_at(n * width(BITS, d));
+        let (first, second) = stored.split_at(n * stride);
         let segments = [(0, first), (n, second)].map(|(first, rows)| Segment { first, rows });
-        let rows = CodeRows::<BITS>::new(&segments, d);
+        let rows = if is_plane {
+            CodeRows::<BITS>::plane(&segments, d, stride, codes)
+        } else {
+            CodeRows::<BITS>::new(&segments, d)
+        };
         let q = matrix(r, d, 6);
         let queries = GroupQueries::new(q.view(), 1.0);
         let weights = values(r * n, 7);
@@ -156,8 +167,10 @@ fn check<const BITS: usize>() {
 
 #[test]
 fn codes_are_attended_as_in_f64_on_every_instruction_set() {
-    check::<4>();
-    check::<2>();
+    for is_plane in [false, true] {
+        check::<4>(is_plane);
+        check::<2>(is_plane);
+    }
 }
 
 #[test]
