@@ -9,7 +9,7 @@ use super::layered::Layered;
 use super::layout::Layout;
 use super::map::HeadMaps;
 use super::qkv::Part;
-use super::rows::{Prompted, RowCache, Signs};
+use super::rows::{LayeredCache, Prompted, RowCache, Signs};
 use crate::compute::attention::CachedRows;
 
 /// Rotated keys and values of one KV head; row p belongs to position p.
@@ -149,13 +149,13 @@ impl KvHead {
 
     /// Returns keys or values as a step reads them that reads both layers of the rows at `whole` (ascending), and only the upper one
     /// of others; `None` if they are not in layers.
-    pub fn in_layers<'a>(&'a self, part: Part, whole: &'a [u32]) -> Option<impl CachedRows + 'a> {
+    pub fn in_layers<'a>(&'a self, part: Part, whole: &'a [u32]) -> Option<Box<dyn CachedRows + 'a>> {
         match (&self.held, part) {
-            (Held::Pair(layered), Part::Keys) => Some(layered.part(0, Some(whole))),
-            (Held::Pair(layered), Part::Values) => Some(layered.part(1, Some(whole))),
+            (Held::Pair(layered), Part::Keys) => Some(layered.reading(whole)),
+            (Held::Pair(layered), Part::Values) => Some(Box::new(layered.part(1, Some(whole)))),
             (Held::Apart { keys: rows, .. }, Part::Keys)
             | (Held::Apart { values: rows, .. }, Part::Values) => {
-                rows.layered().map(|layered| layered.part(0, Some(whole)))
+                rows.layered().map(|layered| layered.reading(whole))
             }
         }
     }

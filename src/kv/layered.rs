@@ -18,7 +18,7 @@ use super::ends::Ends;
 use super::layout::Layout;
 use super::map::{HeadMaps, RowMap};
 use super::qkv::Part;
-use super::rows::{Format, RowCache, RowStore, RowUnits};
+use super::rows::{Format, LayeredCache, RowCache, RowStore, RowUnits};
 use crate::compute::attention::codes::{code_bytes, place};
 use crate::compute::attention::{CachedRows, GroupQueries, LANES, OutputSums, Run};
 use crate::parameters::Word;
@@ -244,11 +244,6 @@ impl Layered {
         }
     }
 
-    /// Returns how many of the rows that a step chooses it reads whole; `None` for all of them.
-    pub fn whole_rows(&self, chosen: usize) -> Option<usize> {
-        (self.whole < 1.0).then(|| (self.whole * chosen as f64).ceil() as usize)
-    }
-
     /// Returns the rows of a part of which only those at `whole` (ascending) are read in both layers, or all of them.
     pub fn part<'a>(&'a self, part: usize, whole: Option<&'a [u32]>) -> LayeredRows<'a> {
         LayeredRows {
@@ -288,8 +283,18 @@ impl RowCache for Layered {
         parts + self.layers.iter().map(RowStore::bytes).sum::<usize>()
     }
 
-    fn layered(&self) -> Option<&Layered> {
+    fn layered(&self) -> Option<&dyn LayeredCache> {
         Some(self)
+    }
+}
+
+impl LayeredCache for Layered {
+    fn reading<'a>(&'a self, whole: &'a [u32]) -> Box<dyn CachedRows + 'a> {
+        Box::new(self.part(0, Some(whole)))
+    }
+
+    fn whole_rows(&self, chosen: usize) -> Option<usize> {
+        (self.whole < 1.0).then(|| (self.whole * chosen as f64).ceil() as usize)
     }
 }
 

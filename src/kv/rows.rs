@@ -6,7 +6,6 @@ use std::sync::Arc;
 
 use ndarray::{Array2, ArrayView1, ArrayView2, s};
 
-use super::layered::Layered;
 use super::layout::Layout;
 use super::lines::AlignedVec;
 use super::map::RowMap;
@@ -135,9 +134,19 @@ pub trait RowCache: CachedRows + Send {
     }
 
     /// Returns the rows if they are in layers.
-    fn layered(&self) -> Option<&Layered> {
+    fn layered(&self) -> Option<&dyn LayeredCache> {
         None
     }
+}
+
+/// Cached rows in layers, the lower of which a step may leave out.
+pub trait LayeredCache {
+    /// Returns the rows as a step reads them that reads both layers of the rows at `whole` (ascending), and only the upper one of
+    /// others.
+    fn reading<'a>(&'a self, whole: &'a [u32]) -> Box<dyn CachedRows + 'a>;
+
+    /// Returns how many of the rows that a step chooses it reads whole; `None` if all of them.
+    fn whole_rows(&self, chosen: usize) -> Option<usize>;
 }
 
 /// Cached keys as an index of signs sees them.

@@ -250,8 +250,8 @@ pub(crate) fn attend(
     let whole = selection.whole.as_ref().map(|whole| set.merge(whole));
     let in_layers = |part| whole.as_ref().and_then(|whole| step.kv.in_layers(part, whole));
     let (keys, values) = (in_layers(Part::Keys), in_layers(Part::Values));
-    let keys = keys.as_ref().map_or(step.kv.keys(), |keys| keys);
-    let values = values.as_ref().map_or(step.kv.values(), |values| values);
+    let keys = keys.as_deref().unwrap_or(step.kv.keys());
+    let values = values.as_deref().unwrap_or(step.kv.values());
     let own = |a: usize| selection.bypassed.get(a).and_then(Option::as_ref);
     let (r, d) = step.q_rope.dim();
     let attending: Vec<usize> = (0..r).filter(|a| own(*a).is_none()).collect();
@@ -362,7 +362,13 @@ mod tests {
             let mut out = Array2::zeros((r, d));
             let positions = set.merge(&chosen);
             let (keys, values) = (rows(Part::Keys), rows(Part::Values));
-            attention::decode(q.view(), &keys, &values, &positions, out.view_mut());
+            attention::decode(
+                q.view(),
+                keys.as_ref(),
+                values.as_ref(),
+                &positions,
+                out.view_mut(),
+            );
             out
         };
         let all = run(None);

@@ -1,4 +1,4 @@
-//! The loops of a decode step over rows of codes of 4 or 2 bits. Products are formed in integers; scales and offsets are
+//! The loops of a decode step over rows of codes of 8, 4 or 2 bits. Products are formed in integers; scales and offsets are
 //! applied to sums of products.
 //!
 //! Integer sums are exact, and the order of every other sum is fixed, so the results have the same bits on every
@@ -24,7 +24,8 @@ pub const GROUP: usize = 64;
 const MOST: f32 = 32767.0;
 /// Rows whose scores are computed together.
 const ROWS: usize = 8;
-/// Rows whose weights share a scale. Their weighted codes of 4 bits add up to at most 32 * 15 * 32767, which f32 holds exactly.
+/// Rows whose weights share a scale. Their weighted codes of 4 bits add up to at most 32 * 15 * 32767, which f32 holds exactly;
+/// those of 8 bits to less than 2^31.
 const BLOCK: usize = 32;
 /// Lanes of the sums of offsets.
 const OFFSET_LANES: usize = 8;
@@ -34,10 +35,13 @@ const OFFSET_LANES: usize = 8;
 /// bits, channel i is in the lower half of byte i for i < 8, else in the upper half of byte i - 8; in 2 bits, channel i is in
 /// the bits 2 i and 2 i + 1.
 ///
-/// Rows may also have codes alone ([`CodeRows::plane`]), which are then read as integers.
+/// Rows may also have codes alone ([`CodeRows::plane`]), which are then read as integers. Codes of 8 bits are in two planes of 4
+/// ([`CodeRows::joined`]), and are joined in registers.
 #[derive(Clone, Copy)]
 pub struct CodeRows<'a, const BITS: usize> {
     segments: &'a [Segment<'a, u8>],
+    /// The lower 4 of 8 bits, in segments of the same positions; otherwise empty.
+    lower: &'a [Segment<'a, u8>],
     d: usize,
     /// The bytes from one row to the next.
     stride: usize,
@@ -49,29 +53,34 @@ pub struct CodeRows<'a, const BITS: usize> {
     codes: usize,
 }
 
-/// The bytes of a row, all of them.
+/// The bytes of a row, all of them, and those of the lower plane, if there are two.
 #[derive(Clone, Copy)]
-struct Row<'a>(&'a [u8]);
+struct Row<'a>(&'a [u8], &'a [u8]);
 
 /// Returns the bytes of a row of d channels.
 pub const fn width(bits: usize, d: usize) -> usize {
     code_bytes(bits, d) + 4 * d.div_ceil(GROUP)
 }
 
-/// Returns the bytes of the codes of d channels.
+/// Returns the bytes of the codes of d channels, those of one plane if there are two.
 pub const fn code_bytes(bits: usize, d: usize) -> usize {
-    2 * bits * d.div_ceil(LANES)
+    2 * plane_bits(bits) * d.div_ceil(LANES)
+}
+
+/// Returns the bits of a code that lie together.
+const fn plane_bits(bits: usize) -> usize {
+    if bits == 8 { 4 } else { bits }
 }
 
 /// Returns the place of a channel's code in a row: its byte, and the number of its lowest bit.
 pub fn place(bits: usize, channel: usize) -> (usize, usize) {
     let (chunk, i) = (channel / LANES, channel % LANES);
-    let (byte, bit) = if bits == 4 {
+    let (byte, bit) = if plane_bits(bits) == 4 {
         (i % 8, 4 * (i / 8))
     } else {
         (i / 4, 2 * (i % 4))
     };
-    (chunk * 2 * bits + byte, bit)
+    (chunk * 2 * plane_bits(bits) + byte, bit)
 }
 
 impl<'a, const BITS: usize> CodeRows<'a, BITS> {
@@ -80,6 +89,7 @@ impl<'a, const BITS: usize> CodeRows<'a, BITS> {
         let width = width(BITS, d);
         Self {
             segments,
+            lower: &[],
             d,
             stride: width,
             at: 0,
@@ -93,6 +103,7 @@ impl<'a, const BITS: usize> CodeRows<'a, BITS> {
         let codes = code_bytes(BITS, d);
         Self {
             segments,
+            lower: &[],
             d,
             stride,
             at,
@@ -111,18 +122,20 @@ impl<'a, const BITS: usize> CodeRows<'a, BITS> {
 
     #[inline(always)]
     fn row(self, position: u32) -> Row<'a> {
-        let (rows, at) = self.place(position);
-        Row(&rows[at + self.at..][..self.width])
+        let (segment, at) = self.place(position);
+        let own = |segments: &'a [Segment<'a, u8>]| &segments[segment].rows[at + self.at..][..self.width];
+        Row(own(self.segments), if BITS == 8 { own(self.lower) } else { &[] })
     }
 
-    /// Returns the bytes of the segment that has a position, and where those of the position begin.
+    /// Returns the index of the segment that has a position, and where the bytes of the position begin in it.
     #[inline(always)]
-    fn place(self, position: u32) -> (&'a [u8], usize) {
-        let mut last_first = self.segments.iter().rev();
-        let own = last_first.find(|segment| position as usize >= segment.first);
-        own.map_or((&[], 0), |own| {
-            (own.rows, (position as usize - own.first) * self.stride)
-        })
+    fn place(self, position: u32) -> (usize, usize) {
+        let own = self
+            .segments
+            .iter()
+            .rposition(|segment| position as usize >= segment.first);
+        let own = own.unwrap_or(0);
+        (own, (position as usize - self.segments[own].first) * self.stride)
     }
 
     #[inline(always)]
@@ -153,10 +166,36 @@ impl<'a, const BITS: usize> CodeRows<'a, BITS> {
     }
 }
 
+impl<'a> CodeRows<'a, 8> {
+    /// Takes rows of d channels whose codes have their upper and their lower 4 bits in two planes, as [`CodeRows::plane`] has them.
+    ///
+    /// # Panics
+    /// The planes have segments of other positions.
+    pub fn joined(planes: [&'a [Segment<'a, u8>]; 2], d: usize, stride: usize, at: usize) -> Self {
+        let [segments, lower] = planes;
+        let firsts = |of: &'a [Segment<'a, u8>]| of.iter().map(|segment| segment.first);
+        assert!(
+            firsts(segments).eq(firsts(lower)),
+            "both planes have the same segments"
+        );
+        Self {
+            lower,
+            ..Self::plane(segments, d, stride, at)
+        }
+    }
+}
+
 impl<const BITS: usize> StepRows for CodeRows<'_, BITS> {
     fn prefetch_at(self, position: u32) {
-        let (rows, at) = self.place(position);
-        prefetch_row(&rows[at.min(rows.len())..], 0, self.stride);
+        let (segment, at) = self.place(position);
+        let own = |segments: &[Segment<'_, u8>]| {
+            let rows = segments[segment].rows;
+            prefetch_row(&rows[at.min(rows.len())..], 0, self.stride);
+        };
+        own(self.segments);
+        if BITS == 8 {
+            own(self.lower);
+        }
     }
 
     /// # Numerics
@@ -241,7 +280,7 @@ fn round(x: f32, factor: f32) -> i16 {
 /// Returns the channel of a group that has place `at` where scores are computed: four vectors of sixteen channels.
 const fn score_channel(bits: usize, at: usize) -> usize {
     let (k, lane) = (at / 16, at % 16);
-    if bits == 4 {
+    if plane_bits(bits) == 4 {
         // The two halves of a vector unpack apart.
         let byte = lane / 8 * 16 + k % 2 * 8 + lane % 8;
         byte / 8 * LANES + byte % 8 + 8 * (k / 2)
@@ -255,7 +294,7 @@ const fn score_channel(bits: usize, at: usize) -> usize {
 const fn sum_channel(bits: usize, at: usize) -> usize {
     let (half, k, lane) = (at / 32, at / 8 % 4, at % 8);
     32 * half
-        + if bits == 4 {
+        + if plane_bits(bits) == 4 {
             lane / 4 * LANES + lane % 4 + 4 * (k % 2) + 8 * (k / 2)
         } else {
             4 * lane + k
@@ -266,7 +305,12 @@ const fn sum_channel(bits: usize, at: usize) -> usize {
 #[inline(always)]
 fn code<const BITS: usize>(row: Row<'_>, group: usize, channel: usize) -> u8 {
     let (byte, bit) = place(BITS, group * GROUP + channel);
-    row.0[byte] >> bit & ((1 << BITS) - 1)
+    let of = |plane: &[u8]| plane[byte] >> bit & ((1 << plane_bits(BITS)) - 1);
+    if BITS == 8 {
+        of(row.0) << 4 | of(row.1)
+    } else {
+        of(row.0)
+    }
 }
 
 #[multiversion(targets("x86_64+avx2+fma+f16c", "aarch64+neon"))]

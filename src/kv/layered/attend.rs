@@ -4,7 +4,7 @@ use ndarray::Array2;
 
 use super::{BITS, Layered, LayeredPart};
 use crate::compute::attention::codes::{CodeRows, code_bytes};
-use crate::compute::attention::{self, CachedRows, GroupQueries, LANES, OutputSums, Run, Segment, StepRows};
+use crate::compute::attention::{self, CachedRows, GroupQueries, LANES, OutputSums, Run, StepRows};
 use crate::compute::simd;
 use crate::kv::ends::Ends;
 
@@ -73,17 +73,41 @@ impl<'a> Packed<'a> {
         &self.of.parts[self.part]
     }
 
-    /// Calls `f` with the codes of this part in a layer.
-    fn with_layer<T>(&self, layer: usize, f: impl FnOnce(&PlaneRows) -> T) -> T {
-        let layer = &self.of.layers[layer];
-        let segments = layer.segments(layer.len());
+    /// Calls `f` with the codes of this part: those of both layers joined, or the upper ones.
+    fn with_codes<T>(&self, whole: bool, f: impl FnOnce(&dyn CachedRows) -> T) -> T {
+        let layers = &self.of.layers;
+        let [upper, lower] = [&layers[0], &layers[1]].map(|layer| layer.segments(layer.len()));
         let chunked = self.of.d.next_multiple_of(LANES);
-        f(&PlaneRows {
-            segments: &segments,
-            d: self.of.d,
-            stride: code_bytes(BITS, chunked * self.of.parts.len()),
-            at: code_bytes(BITS, chunked * self.part),
-        })
+        let (stride, at) = (
+            code_bytes(BITS, chunked * self.of.parts.len()),
+            code_bytes(BITS, chunked * self.part),
+        );
+        if whole {
+            f(&Codes(
+                CodeRows::joined([&upper, &lower], self.of.d, stride, at),
+                self.of.d,
+            ))
+        } else {
+            f(&Codes(
+                CodeRows::<BITS>::plane(&upper, self.of.d, stride, at),
+                self.of.d,
+            ))
+        }
+    }
+
+    /// Returns the places of rows, those that are read whole and then the others; no places for one of them if it has all rows.
+    fn sorted(&self, rows: &[u32]) -> [Option<Vec<usize>>; 2] {
+        let whole = self.whole_places(rows);
+        if whole.len() == rows.len() {
+            return [None, Some(Vec::new())];
+        }
+        if whole.is_empty() {
+            return [Some(whole), None];
+        }
+        let mut next = whole.iter().copied().peekable();
+        let others = (0..rows.len()).filter(|place| next.next_if_eq(place).is_none());
+        let others = others.collect();
+        [Some(whole), Some(others)]
     }
 
     /// Returns the places, in `rows`, of the rows that are read in both layers.
@@ -113,17 +137,12 @@ impl CachedRows for Packed<'_> {
         if part.is_waiting() {
             return part.waiting.row(row, scratch);
         }
-        let mut codes = [vec![0.0; scratch.len()], vec![MIDDLE; scratch.len()]];
         let is_whole = !self.whole_places(&[row as u32]).is_empty();
-        for (layer, codes) in codes.iter_mut().enumerate().take(1 + usize::from(is_whole)) {
-            self.with_layer(layer, |rows| {
-                rows.row(row, codes);
-            });
-        }
-        let codes = codes[0].iter().zip(&codes[1]);
-        let channels = part.ranges_of(row).channels();
-        for ((x, (upper, lower)), [least, step]) in scratch.iter_mut().zip(codes).zip(channels) {
-            *x = (FINER * upper + lower) * step + least;
+        self.with_codes(is_whole, |rows| {
+            rows.row(row, scratch);
+        });
+        for (x, [least, step]) in scratch.iter_mut().zip(part.ranges_of(row).channels()) {
+            *x = whole_code(is_whole, *x) * step + least;
         }
         part.map.undo(scratch);
         scratch
@@ -134,13 +153,12 @@ impl CachedRows for Packed<'_> {
         if part.is_waiting() {
             part.waiting.prefetch(rows);
         } else {
-            self.with_layer(0, |upper| upper.prefetch(rows));
+            self.with_codes(false, |upper| upper.prefetch(rows));
         }
     }
 
     /// # Numerics
-    /// Queries are multiplied by the steps of the channels and then, as with other rows of codes, rounded to 16 bits. The products
-    /// with the two layers are added in f32.
+    /// Queries are multiplied by the steps of the channels and then, as with other rows of codes, rounded to 16 bits.
     fn scores(&self, queries: &GroupQueries, run: &Run, out: &mut [f32], stride: usize) {
         let (part, d) = (self.part(), self.of.d);
         if part.is_waiting() {
@@ -152,35 +170,51 @@ impl CachedRows for Packed<'_> {
             let scaled = mapped.times(&ranges.steps());
             let rest = &run.now[at + rows.len()..];
             let next = if rest.is_empty() { run.next } else { rest };
-            self.with_layer(0, |upper| {
-                upper.scores(&scaled, &Run { now: rows, next }, out, stride);
-            });
             let least: Vec<f32> = ranges.channels().map(|[least, _]| least).collect();
+            let constant: Vec<f32> = (0..queries.heads())
+                .map(|head| {
+                    part.map.constant(&queries.row(head)[..d]) + simd::dot(&mapped.row(head)[..d], &least)
+                })
+                .collect();
             let of_middle: Vec<f32> = (0..queries.heads())
                 .map(|head| MIDDLE * simd::sum(&scaled.row(head)) as f32)
                 .collect();
-            for (head, scores) in out.chunks_mut(stride).enumerate() {
-                let constant = part.map.constant(&queries.row(head)[..d])
-                    + simd::dot(&mapped.row(head)[..d], &least)
-                    + of_middle[head];
-                for score in &mut scores[..rows.len()] {
-                    *score = FINER * *score + constant;
+            for (places, is_whole) in self.sorted(rows).into_iter().zip([true, false]) {
+                let score = |score: f32, head: usize| {
+                    if is_whole {
+                        score + constant[head]
+                    } else {
+                        FINER * score + (of_middle[head] + constant[head])
+                    }
+                };
+                let Some(places) = places else {
+                    self.with_codes(is_whole, |codes| {
+                        codes.scores(&scaled, &Run { now: rows, next }, out, stride);
+                    });
+                    for (head, scores) in out.chunks_mut(stride).enumerate() {
+                        scores[..rows.len()]
+                            .iter_mut()
+                            .for_each(|own| *own = score(*own, head));
+                    }
+                    continue;
+                };
+                let n = places.len();
+                if n == 0 {
+                    continue;
                 }
-            }
-            let places = self.whole_places(rows);
-            let whole: Vec<u32> = places.iter().map(|place| rows[*place]).collect();
-            let n = whole.len();
-            if n == 0 {
-                continue;
-            }
-            let mut finer = vec![0.0; queries.heads() * n];
-            self.with_layer(1, |lower| {
-                lower.prefetch(&whole);
-                lower.scores(&scaled, &Run::new(&whole, n), &mut finer, n);
-            });
-            for (head, finer) in finer.chunks(n).enumerate() {
-                for (place, finer) in places.iter().zip(finer) {
-                    out[head * stride + place] += finer - of_middle[head];
+                let own: Vec<u32> = places.iter().map(|place| rows[*place]).collect();
+                let mut scores = vec![0.0; queries.heads() * n];
+                let next = if is_whole { &[] } else { next };
+                self.with_codes(is_whole, |codes| {
+                    if is_whole {
+                        codes.prefetch(&own);
+                    }
+                    codes.scores(&scaled, &Run { now: &own, next }, &mut scores, n);
+                });
+                for (head, scores) in scores.chunks(n).enumerate() {
+                    for (place, own) in places.iter().zip(scores) {
+                        out[head * stride + place] = score(*own, head);
+                    }
                 }
             }
         }
@@ -207,25 +241,48 @@ impl CachedRows for Packed<'_> {
         let (mut mapped, mut weight) = (Array2::<f64>::zeros((r, d)), vec![0.0; r]);
         for (ranges, at, rows) in part.by_ranges(rows) {
             let weights = &weights[at..];
-            let mut upper = Array2::zeros((r, d));
-            self.with_layer(0, |layer| layer.add_piece(weights, stride, rows, &mut upper));
-            let places = self.whole_places(rows);
-            let n = places.len();
-            let whole: Vec<u32> = places.iter().map(|place| rows[*place]).collect();
-            let own = |head: usize| places.iter().map(move |place| weights[head * stride + place]);
-            let own: Vec<f32> = (0..r).flat_map(own).collect();
-            let mut lower = Array2::zeros((r, d));
-            if n > 0 {
-                self.with_layer(1, |layer| layer.add_piece(&own, n, &whole, &mut lower));
+            let mut codes = Array2::<f64>::zeros((r, d));
+            for (places, is_whole) in self.sorted(rows).into_iter().zip([true, false]) {
+                let mut sums = Array2::zeros((r, d));
+                // The sum of the weights of these rows, per head.
+                let all: Vec<f64> = if let Some(places) = places {
+                    let n = places.len();
+                    if n == 0 {
+                        continue;
+                    }
+                    let own: Vec<u32> = places.iter().map(|place| rows[*place]).collect();
+                    let of = |head: usize| places.iter().map(move |place| weights[head * stride + place]);
+                    let of: Vec<f32> = (0..r).flat_map(of).collect();
+                    self.with_codes(is_whole, |rows| rows.add_piece(&of, n, &own, &mut sums));
+                    of.chunks(n).map(simd::sum).collect()
+                } else {
+                    self.with_codes(is_whole, |codes| {
+                        codes.add_piece(weights, stride, rows, &mut sums)
+                    });
+                    let of = |head: usize| simd::sum(&weights[head * stride..][..rows.len()]);
+                    (0..r).map(of).collect()
+                };
+                for ((mut to, sums), all) in codes.rows_mut().into_iter().zip(sums.rows()).zip(all) {
+                    let middle = f64::from(MIDDLE) * all;
+                    let each = to.iter_mut().zip(sums);
+                    each.for_each(|(to, sum)| {
+                        *to += if is_whole {
+                            *sum
+                        } else {
+                            f64::from(FINER) * sum + middle
+                        };
+                    });
+                }
             }
             for head in 0..r {
                 let all = simd::sum(&weights[head * stride..][..rows.len()]);
-                let middle = f64::from(MIDDLE) * (all - simd::sum(&own[head * n..][..n]));
                 weight[head] += all;
-                let codes = upper.row(head).into_iter().zip(lower.row(head));
-                let each = mapped.row_mut(head).into_iter().zip(codes).zip(ranges.channels());
-                for ((to, (upper, lower)), [least, step]) in each {
-                    let code = f64::from(FINER) * upper + lower + middle;
+                let each = mapped
+                    .row_mut(head)
+                    .into_iter()
+                    .zip(codes.row(head))
+                    .zip(ranges.channels());
+                for ((to, code), [least, step]) in each {
                     *to += code * f64::from(step) + all * f64::from(least);
                 }
             }
@@ -238,46 +295,39 @@ impl CachedRows for Packed<'_> {
     }
 }
 
-/// The codes of a part in a layer, as rows of numbers from 0 to 15.
-struct PlaneRows<'a> {
-    segments: &'a [Segment<'a, u8>],
-    d: usize,
-    /// The bytes from one row to the next, and where those of the part begin.
-    stride: usize,
-    at: usize,
+/// Returns the number from 0 to 255 for which a code stands, that of both layers or of the upper one.
+fn whole_code(is_whole: bool, code: f32) -> f32 {
+    if is_whole { code } else { FINER * code + MIDDLE }
 }
 
-impl<'a> PlaneRows<'a> {
-    fn codes(&self) -> CodeRows<'a, BITS> {
-        CodeRows::plane(self.segments, self.d, self.stride, self.at)
-    }
-}
+/// The codes of a part, as rows of numbers, of d channels.
+struct Codes<'a, const OF: usize>(CodeRows<'a, OF>, usize);
 
-impl CachedRows for PlaneRows<'_> {
+impl<const OF: usize> CachedRows for Codes<'_, OF> {
     fn dim(&self) -> usize {
-        self.d
+        self.1
     }
 
     fn row<'a>(&'a self, row: usize, scratch: &'a mut [f32]) -> &'a [f32] {
-        self.codes().read(row as u32, scratch);
+        self.0.read(row as u32, scratch);
         scratch
     }
 
     fn prefetch(&self, rows: &[u32]) {
-        attention::prefetch_first(self.codes(), rows);
+        attention::prefetch_first(self.0, rows);
     }
 
     fn scores(&self, queries: &GroupQueries, run: &Run, out: &mut [f32], stride: usize) {
-        if self.d.is_multiple_of(LANES) {
-            self.codes().scores(queries, run, out, stride);
+        if self.1.is_multiple_of(LANES) {
+            self.0.scores(queries, run, out, stride);
         } else {
             attention::widened_scores(self, queries, run, out, stride);
         }
     }
 
     fn add(&self, weights: &[f32], stride: usize, run: &Run, sums: &mut OutputSums) {
-        if self.d.is_multiple_of(LANES) {
-            self.codes().add(weights, stride, run, sums);
+        if self.1.is_multiple_of(LANES) {
+            self.0.add(weights, stride, run, sums);
         } else {
             attention::widened_add(self, weights, stride, run, sums);
         }

@@ -236,8 +236,8 @@ fn rows_are_attended_as_they_are_read() {
             let part = |part| kv.in_layers(part, whole);
             let (own_keys, own_values) = (part(Part::Keys), part(Part::Values));
             assert_eq!(own_keys.is_some(), kind.keys.is_layered());
-            let keys: &dyn CachedRows = own_keys.as_ref().map_or(kv.keys(), |keys| keys);
-            let values: &dyn CachedRows = own_values.as_ref().map_or(kv.values(), |values| values);
+            let keys = own_keys.as_deref().unwrap_or(kv.keys());
+            let values = own_values.as_deref().unwrap_or(kv.values());
             let mut out = Array2::zeros((r, d));
             attention::decode(q.view(), keys, values, &positions, out.view_mut());
             for (head, found) in out.rows().into_iter().enumerate() {

@@ -84,8 +84,12 @@ fn expected<const BITS: usize>(
     Expected { scores, sums }
 }
 
-/// With `is_plane`, rows are codes alone, each behind as many bytes of other rows.
-fn check<const BITS: usize>(is_plane: bool) {
+/// Takes rows as [`CodeRows`] of some bits.
+type Take<const BITS: usize> =
+    for<'a> fn([&'a [Segment<'a, u8>]; 2], usize, usize, usize) -> CodeRows<'a, BITS>;
+
+/// Without scales, rows are codes alone, each behind as many bytes of other rows.
+fn check<const BITS: usize>(has_scales: bool, take: Take<BITS>) {
     for (d, r, n) in [
         (16, 1, 40),
         (64, 3, 75),
@@ -96,20 +100,20 @@ fn check<const BITS: usize>(is_plane: bool) {
         (32, 7, 64),
     ] {
         let codes = code_bytes(BITS, d);
-        let (stored, stride) = if is_plane {
+        let (stored, stride) = if has_scales {
+            (random_rows(BITS, d, 2 * n), width(BITS, d))
+        } else {
             let mut number = numbers(3);
             ((0..4 * n * codes).map(|_| number() as u8).collect(), 2 * codes)
-        } else {
-            (random_rows(BITS, d, 2 * n), width(BITS, d))
         };
+        let mut number = numbers(4);
+        let lower: Vec<u8> = stored.iter().map(|_| number() as u8).collect();
         // The rows in two segments.
-        let (first, second) = stored.split_at(n * stride);
-        let segments = [(0, first), (n, second)].map(|(first, rows)| Segment { first, rows });
-        let rows = if is_plane {
-            CodeRows::<BITS>::plane(&segments, d, stride, codes)
-        } else {
-            CodeRows::<BITS>::new(&segments, d)
-        };
+        let segments = [&stored, &lower].map(|of: &Vec<u8>| {
+            let (first, second) = of.split_at(n * stride);
+            [(0, first), (n, second)].map(|(first, rows)| Segment { first, rows })
+        });
+        let rows = take([&segments[0], &segments[1]], d, stride, codes);
         let q = matrix(r, d, 6);
         let queries = GroupQueries::new(q.view(), 1.0);
         let weights = values(r * n, 7);
@@ -167,15 +171,22 @@ fn check<const BITS: usize>(is_plane: bool) {
 
 #[test]
 fn codes_are_attended_as_in_f64_on_every_instruction_set() {
-    for is_plane in [false, true] {
-        check::<4>(is_plane);
-        check::<2>(is_plane);
-    }
+    check::<4>(true, |[rows, _], d, _, _| CodeRows::new(rows, d));
+    check::<2>(true, |[rows, _], d, _, _| CodeRows::new(rows, d));
+    check::<4>(false, |[rows, _], d, stride, at| {
+        CodeRows::plane(rows, d, stride, at)
+    });
+    check::<2>(false, |[rows, _], d, stride, at| {
+        CodeRows::plane(rows, d, stride, at)
+    });
+    check::<8>(false, |planes, d, stride, at| {
+        CodeRows::joined(planes, d, stride, at)
+    });
 }
 
 #[test]
 fn every_channel_has_its_place() {
-    for bits in [4, 2] {
+    for bits in [8, 4, 2] {
         for channel in [score_channel, sum_channel] {
             let mut all: Vec<usize> = (0..GROUP).map(|at| channel(bits, at)).collect();
             all.sort_unstable();

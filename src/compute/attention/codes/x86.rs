@@ -118,21 +118,30 @@ fn stored(x: __m256) -> [f32; 8] {
 #[target_feature(enable = "avx2")]
 fn codes<const BITS: usize>(rows: CodeRows<BITS>, row: Row<'_>, group: usize) -> [__m256i; 4] {
     let first = group * code_bytes(BITS, GROUP);
-    let mut copied = [0u8; 32];
-    let from = if rows.d >= (group + 1) * GROUP {
-        // SAFETY: the row has the codes of this group.
-        unsafe { row.0.as_ptr().add(first) }
-    } else {
-        let rest = &row.0[first..rows.codes];
-        copied[..rest.len()].copy_from_slice(rest);
-        copied.as_ptr()
+    let is_whole = rows.d >= (group + 1) * GROUP;
+    let load = |plane: &[u8]| {
+        let mut copied = [0u8; 32];
+        let from = if is_whole {
+            // SAFETY: the row has the codes of this group.
+            unsafe { plane.as_ptr().add(first) }
+        } else {
+            let rest = &plane[first..rows.codes];
+            copied[..rest.len()].copy_from_slice(rest);
+            copied.as_ptr()
+        };
+        // SAFETY: there are 32 bytes, in 2 bits 16.
+        unsafe {
+            if BITS == 2 {
+                _mm256_castsi128_si256(_mm_loadu_si128(from.cast()))
+            } else {
+                _mm256_loadu_si256(from.cast())
+            }
+        }
     };
-    if BITS == 4 {
-        // SAFETY: there are 32 bytes.
-        nibbles(unsafe { _mm256_loadu_si256(from.cast()) })
-    } else {
-        // SAFETY: there are 16 bytes.
-        crumbs(unsafe { _mm_loadu_si128(from.cast()) })
+    match BITS {
+        8 => joined(load(row.0), load(row.1)),
+        4 => nibbles(load(row.0)),
+        _ => crumbs(_mm256_castsi256_si128(load(row.0))),
     }
 }
 
@@ -306,7 +315,7 @@ fn add_heads<const BITS: usize, const N: usize>(
     let channels = GROUP.min(rows.d - group * GROUP);
     let weights: &[RoundedWeights; N] = weights.try_into().expect("the weights of N heads");
     for half in 0..channels.div_ceil(32) {
-        let first = group * code_bytes(BITS, GROUP) + half * 4 * BITS;
+        let first = group * code_bytes(BITS, GROUP) + half * code_bytes(BITS, GROUP) / 2;
         // The last half may have one chunk only.
         let is_whole = channels >= 32 * (half + 1);
         let mut sums = [[_mm256_setzero_si256(); 4]; N];
@@ -340,23 +349,26 @@ fn add_heads<const BITS: usize, const N: usize>(
 #[inline]
 #[target_feature(enable = "avx2")]
 fn row_pairs<const BITS: usize>([x, y]: [Row<'_>; 2], first: usize, is_whole: bool) -> [__m256i; 4] {
-    let load = |row: Row<'_>| {
-        debug_assert!(first + if is_whole { 4 } else { 2 } * BITS <= row.0.len());
+    let load = |plane: &[u8]| {
+        debug_assert!(first + code_bytes(BITS, if is_whole { 32 } else { LANES }) <= plane.len());
         // SAFETY: the row has these codes, which are of two chunks, or of one.
         unsafe {
-            let from = row.0.as_ptr().add(first);
+            let from = plane.as_ptr().add(first);
             match (BITS, is_whole) {
-                (4, true) => _mm_loadu_si128(from.cast()),
-                (4, false) | (_, true) => _mm_loadl_epi64(from.cast()),
-                _ => _mm_cvtsi32_si128(from.cast::<i32>().read_unaligned()),
+                (2, true) | (4 | 8, false) => _mm_loadl_epi64(from.cast()),
+                (2, false) => _mm_cvtsi32_si128(from.cast::<i32>().read_unaligned()),
+                _ => _mm_loadu_si128(from.cast()),
             }
         }
     };
-    let (x, y) = (load(x), load(y));
-    if BITS == 4 {
-        nibbles(_mm256_set_m128i(_mm_unpackhi_epi8(x, y), _mm_unpacklo_epi8(x, y)))
-    } else {
-        crumbs(_mm_unpacklo_epi8(x, y))
+    let pairs = |x: &[u8], y: &[u8]| {
+        let (x, y) = (load(x), load(y));
+        _mm256_set_m128i(_mm_unpackhi_epi8(x, y), _mm_unpacklo_epi8(x, y))
+    };
+    match BITS {
+        8 => joined(pairs(x.0, y.0), pairs(x.1, y.1)),
+        4 => nibbles(pairs(x.0, y.0)),
+        _ => crumbs(_mm_unpacklo_epi8(load(x.0), load(y.0))),
     }
 }
 
@@ -364,9 +376,33 @@ fn row_pairs<const BITS: usize>([x, y]: [Row<'_>; 2], first: usize, is_whole: bo
 #[inline]
 #[target_feature(enable = "avx2")]
 fn nibbles(x: __m256i) -> [__m256i; 4] {
-    let (mask, zero) = (_mm256_set1_epi8(15), _mm256_setzero_si256());
-    let low = _mm256_and_si256(x, mask);
+    let mask = _mm256_set1_epi8(15);
     let high = _mm256_and_si256(_mm256_srli_epi16::<4>(x), mask);
+    widened(_mm256_and_si256(x, mask), high)
+}
+
+/// Joins the halves of bytes of two vectors, the upper and the lower 4 bits of codes; returns these as [`nibbles`] does.
+#[inline]
+#[target_feature(enable = "avx2")]
+fn joined(upper: __m256i, lower: __m256i) -> [__m256i; 4] {
+    let (low_half, high_half) = (_mm256_set1_epi8(15), _mm256_set1_epi8(-16));
+    // Shifts of halves of 8 bits, as the bits that cross to the next one are cleared.
+    let low = _mm256_or_si256(
+        _mm256_and_si256(_mm256_slli_epi16::<4>(upper), high_half),
+        _mm256_and_si256(lower, low_half),
+    );
+    let high = _mm256_or_si256(
+        _mm256_and_si256(upper, high_half),
+        _mm256_and_si256(_mm256_srli_epi16::<4>(lower), low_half),
+    );
+    widened(low, high)
+}
+
+/// Returns the bytes of two vectors as i16; each in two vectors.
+#[inline]
+#[target_feature(enable = "avx2")]
+fn widened(low: __m256i, high: __m256i) -> [__m256i; 4] {
+    let zero = _mm256_setzero_si256();
     [
         _mm256_unpacklo_epi8(low, zero),
         _mm256_unpackhi_epi8(low, zero),
