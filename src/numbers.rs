@@ -19,3 +19,20 @@ pub fn plain(text: &str) -> Cow<'_, str> {
         .or_else(|| scaled(&['M', 'm'], 1024.0 * 1024.0))
         .unwrap_or(Cow::Borrowed(text))
 }
+
+/// Rounds to five significant digits, so that the last bits of sums, which depend on order and threads, are not stored.
+pub fn five_digits(x: f64) -> f64 {
+    format!("{x:.4e}").parse().unwrap_or(x)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn five_digits_stay() {
+        assert_eq!(five_digits(0.123_456_78), 0.12346);
+        assert_eq!(five_digits(0.0), 0.0);
+        assert_eq!(five_digits(12_345_678.0), 12_346_000.0);
+    }
+}

@@ -112,6 +112,48 @@ fn it_is_what_eval_measures() {
     }
 }
 
+/// With `--verdict-rows`, methods are measured over rows of that type, and it is recommended.
+#[test]
+fn methods_are_measured_over_rows_of_a_type() {
+    let scratch = Scratch::new();
+    let model = checkpoint("llama_default");
+    let text = documents(&[140, 140], 3);
+    let tokens = scratch.tokens("tokens.json", &text);
+    let art = scratch.make(
+        "art",
+        &format!(
+            "calibrate --model {model} --tokens {tokens} --seq-len 140 --holdout 0.5 --size 8 --verdict-methods topk,streaming \
+             --verdict-reads 0.6 --verdict-steps 11 --verdict-kl 9 --verdict-rows int2"
+        ),
+    );
+    let artifact = Artifact::open(Path::new(&art), SECTIONS).unwrap();
+    let [(block, ..)] = artifact.manifest.origin.calibration.held_out[..] else {
+        panic!("one block is held out");
+    };
+    let block = scratch.tokens("block.json", &text[block..=block]);
+    let verdict = verdict_of(&art);
+    assert_eq!(verdict.kv, "int2");
+    let served = &artifact.manifest.head_plan.as_ref().unwrap()["layers"][0]["heads"][0];
+    assert_eq!(
+        (&served["keys"], &served["values"]),
+        (&json!("int2"), &json!("int2"))
+    );
+    for row in &verdict.rows {
+        let own = row.measured.as_ref().unwrap();
+        let kl = |kv: &str| {
+            let eval = kvsmith(&format!(
+                "eval --model {model} --artifact {art} --tokens {block} --seq-len 140 --decode 11 --kv {kv} --methods {} --budgets {} --json",
+                row.method, own.budget
+            ));
+            eval.json()["rows"][0]["kl"].as_f64().unwrap()
+        };
+        let (theirs, floats) = (kl("int2"), kl("bf16"));
+        // A row that is rounded otherwise changes the loss by some parts in a thousand.
+        assert!((own.kl - theirs).abs() < 0.02 * theirs, "{} {theirs}", own.kl);
+        assert!((own.kl - floats).abs() > 0.1 * own.kl, "{} {floats}", own.kl);
+    }
+}
+
 /// The bundled model: shares of the bytes are met, and a run takes what is recommended unless it is told otherwise.
 #[test]
 fn a_run_takes_what_is_recommended() {

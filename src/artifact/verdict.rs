@@ -3,6 +3,7 @@
 use serde::{Deserialize, Serialize};
 
 use crate::error::{Error, Result};
+use crate::kv::KvType;
 use crate::model::Sizes;
 
 /// The loss that is recommended unless the verdict has a limit of its own: mean KL divergence, in nats.
@@ -313,13 +314,16 @@ impl Verdict {
         self.within(self.limit()).or_else(least)
     }
 
-    /// Returns the format of the cache that takes the fewest bytes, fewer than bf16, of those with which a row should stay
-    /// within the limits. The two were measured apart, so the upper ends of their divergences are added, and those of the
+    /// Returns the format of the cache that takes the fewest bytes, fewer than bf16, of those with which a row, measured over bf16,
+    /// should stay within the limits. The two were measured apart, so the upper ends of their divergences are added, and those of the
     /// points that they lose.
     ///
     /// A divergence grows with the square of a small error, and the errors of choosing and of rounding are taken to be
     /// independent of each other (`make results-row-sums`).
     pub fn format_with(&self, row: &Measured) -> Option<&FormatLoss> {
+        if KvType::named(&self.kv) != Some(KvType::BF16) {
+            return None;
+        }
         let points = |of: &Measured| of.probe.as_ref().map_or(0.0, |of| of.interval[1].max(0.0));
         let most = self.limits.map_or(f64::INFINITY, |of| of.points);
         let is_within = |of: &&FormatLoss| {

@@ -12,14 +12,15 @@ use crate::artifact::{self, Artifact, Measured, Verdict};
 use crate::calibration::stages::Stages;
 use crate::calibration::verdict::{Judging, VerdictSettings, usual_formats};
 use crate::cmd::flags::{not_negative, parse_positive_count, parse_share};
-use crate::corpus::{CorpusManifest, Reserve};
+use crate::corpus::{Corpus, CorpusManifest, Reserve};
 use crate::dump::Dump;
 use crate::error::{Error, Result};
 use crate::kv::KvType;
 use crate::method::plan::Plan;
 use crate::method::sections::SECTIONS;
+use crate::model::ModelConfig;
 use crate::runner::eval::FEWEST;
-use crate::runner::verdict::BLOCK;
+use crate::runner::verdict::{BLOCK, Wanted};
 use crate::wording::counted;
 
 /// The flags of the measurement, of `verdict` and `calibrate`.
@@ -48,8 +49,11 @@ pub struct VerdictFlags {
     /// and topk, ctkvr and streaming)
     #[arg(long, value_name = "A,B", value_delimiter = ',', value_parser = NamedParser)]
     verdict_methods: Vec<Named>,
-    /// Types of the cache over which full attention is measured too; methods are measured over bf16. May be given several
-    /// times (default: int8, k=int8,v=int4, int4, k=int4,v=int2 and int2)
+    /// Type of the cache over which methods are measured, and which is then recommended with one
+    #[arg(long, value_name = "TYPE", default_value_t = KvType::BF16, value_parser = kv_type())]
+    verdict_rows: KvType,
+    /// Types of the cache over which full attention is measured too; with methods over bf16, one is recommended. May be given
+    /// several times (default: int8, k=int8,v=int4, int4, k=int4,v=int2 and int2)
     #[arg(long, value_name = "TYPE", value_parser = kv_type())]
     verdict_kv: Vec<KvType>,
 }
@@ -64,6 +68,7 @@ impl VerdictFlags {
             kl: self.verdict_kl,
             points: self.verdict_points,
             methods: self.verdict_methods.clone(),
+            rows: self.verdict_rows,
             formats: if self.verdict_kv.is_empty() {
                 usual_formats()
             } else {
@@ -116,34 +121,15 @@ pub fn run(args: &Args, global: &Global) -> Result<()> {
     let fingerprint = model.fingerprint()?;
     artifact.check_model(&fingerprint, decoder.config.sizes())?;
     let settings = args.flags.settings();
-    let wanted = Some(settings.wanted());
-    let (corpus, reserve) = match &args.dump[..] {
-        [_, ..] => (Dump::open(&args.dump)?.corpus, Reserve::default()),
-        [] => load_texts(&args.model, model.config(), &args.input, wanted, global)?,
-    };
-    let (own, given) = (&artifact.manifest.origin.calibration, corpus.manifest());
-    if given != *own {
-        let described = |of: &CorpusManifest| {
-            let CorpusManifest {
-                tokens,
-                blocks,
-                seq_len,
-                held_out_tokens,
-                seed,
-                ..
-            } = of;
-            format!(
-                "{tokens} tokens in {blocks} blocks of at most {seq_len}, {held_out_tokens} held out, seed {seed}"
-            )
-        };
-        return Err(Error::mismatch(format!(
-            "{} was calibrated on another text: {}; this text has {}",
-            args.artifact.display(),
-            described(own),
-            described(&given)
-        ))
-        .hint("give the same text, --max-tokens, --seq-len, --uuid-tokens, --holdout and --seed as in its calibration, or its dump; for other text, use `kvsmith eval`"));
-    }
+    let (corpus, reserve) = texts_of(
+        &args.dump,
+        &args.model,
+        model.config(),
+        &args.input,
+        settings.wanted(),
+        global,
+    )?;
+    check_text(&artifact, &args.artifact, &corpus)?;
     let material = settings.material(&corpus, &reserve).ok_or_else(|| {
         Error::invalid("no text was held out, so the methods cannot be measured")
             .hint("give text that goes on beyond --max-tokens, or calibrate again with --holdout above 0")
@@ -170,6 +156,52 @@ pub fn run(args: &Args, global: &Global) -> Result<()> {
     }
     artifact::write_with_verdict(output, &artifact, Plan::judged(&artifact, verdict)?)?;
     finish(global, &note, &args.output, &document)
+}
+
+/// Opens the text of a dump, or loads the text that flags give, and what is wanted beyond it.
+pub(super) fn texts_of(
+    dump: &[PathBuf],
+    model: &Path,
+    config: &ModelConfig,
+    input: &Input,
+    wanted: Wanted,
+    global: &Global,
+) -> Result<(Corpus, Reserve)> {
+    match dump {
+        [_, ..] => Ok((Dump::open(dump)?.corpus, Reserve::default())),
+        [] => load_texts(model, config, input, Some(wanted), global),
+    }
+}
+
+/// Checks that an artifact was calibrated on this text.
+///
+/// # Errors
+/// It was calibrated on another text, or on other parts of it.
+fn check_text(artifact: &Artifact, path: &Path, corpus: &Corpus) -> Result<()> {
+    let (own, given) = (&artifact.manifest.origin.calibration, corpus.manifest());
+    if given == *own {
+        return Ok(());
+    }
+    let described = |of: &CorpusManifest| {
+        let CorpusManifest {
+            tokens,
+            blocks,
+            seq_len,
+            held_out_tokens,
+            seed,
+            ..
+        } = of;
+        format!(
+            "{tokens} tokens in {blocks} blocks of at most {seq_len}, {held_out_tokens} held out, seed {seed}"
+        )
+    };
+    Err(Error::mismatch(format!(
+        "{} was calibrated on another text: {}; this text has {}",
+        path.display(),
+        described(own),
+        described(&given)
+    ))
+    .hint("give the same text, --max-tokens, --seq-len, --uuid-tokens, --holdout and --seed as in its calibration, or its dump; for other text, use `kvsmith eval`"))
 }
 
 /// Says in some lines what a run without `--method` and `--budget` will take.
@@ -209,6 +241,12 @@ pub fn summary(verdict: &Verdict) -> Option<String> {
 pub(super) fn cache(verdict: &Verdict, of: &Measured) -> Option<String> {
     if verdict.formats.is_empty() || verdict.within(verdict.limit()).is_none() {
         return None;
+    }
+    if verdict.kv != KvType::BF16.to_string() {
+        return Some(format!(
+            "cache: --kv {}, over which the methods were measured",
+            verdict.kv
+        ));
     }
     let Some(format) = verdict.format_with(of) else {
         return Some(format!(

@@ -2,7 +2,7 @@
 
 use super::VerdictSettings;
 use super::budgets::{GRID, Planned, SAMPLED_STEPS};
-use super::results::{Results, rounded};
+use super::results::Results;
 use crate::artifact::{Artifact, MeasuredProbe, MeasuredTexts, Verdict};
 use crate::calibration::stages::{BUDGETS, PROBE, Stages, VERDICT};
 use crate::error::Result;
@@ -16,6 +16,7 @@ use crate::method::params::MethodParams;
 use crate::method::registry::FULL;
 use crate::method::rotation;
 use crate::model::Model;
+use crate::numbers::five_digits;
 use crate::runner::DecodeOptions;
 use crate::runner::eval::{Bootstrap, Layerwise, Passage, Variant, VariantReport};
 use crate::runner::verdict::{
@@ -43,7 +44,7 @@ pub struct Judging<'a> {
 /// A method at a share of the bytes, or full attention over a cache of another format.
 pub(super) struct Row {
     pub planned: Planned,
-    /// The format of the cache in a row of full attention; `None` in those of methods, which read bf16.
+    /// The format of the cache in a row of full attention; `None` in those of methods, which read that of the settings.
     pub kv: Option<KvType>,
     /// Its losses on the blocks of text.
     pub text: VariantReport,
@@ -141,8 +142,11 @@ impl Judging<'_> {
                 layers: layers.as_ref(),
                 options: DecodeOptions {
                     packed: params.selfindex.layout(Some(artifact))?,
-                    maps: rotation::maps(Some(artifact), self.settings.formats.iter().copied())?,
-                    ..DecodeOptions::new(Budget::Fraction(1.0), KvType::BF16)
+                    maps: rotation::maps(
+                        Some(artifact),
+                        self.settings.formats.iter().copied().chain([self.settings.rows]),
+                    )?,
+                    ..DecodeOptions::new(Budget::Fraction(1.0), self.settings.rows)
                 },
             },
             named: &named,
@@ -290,7 +294,7 @@ impl Measurement<'_> {
     fn drop_rows(&mut self, blocks: usize) {
         let most = HOPELESS * self.judging.settings.limits().kl;
         for row in &mut self.rows {
-            row.is_dropped = row.is_live() && rounded(row.text.whole().losses.kl) > most;
+            row.is_dropped = row.is_live() && five_digits(row.text.whole().losses.kl) > most;
         }
         let dropped = self.rows.iter().filter(|row| row.is_dropped);
         let dropped: Vec<String> = dropped.map(|row| self.name(row)).collect();
@@ -392,14 +396,14 @@ impl Measurement<'_> {
             length: probe.length,
             texts: probe.texts(),
             questions: full.questions(),
-            full_accuracy: rounded(full.accuracy()),
+            full_accuracy: five_digits(full.accuracy()),
         });
         Verdict {
             blocks: texts[0].blocks,
             steps: texts[0].steps,
             sinks: SINKS,
             window: WINDOW,
-            kv: KvType::BF16.to_string(),
+            kv: self.judging.settings.rows.to_string(),
             rows: rows.collect(),
             formats: formats.collect(),
             limits: Some(self.judging.settings.limits()),

@@ -34,6 +34,8 @@ pub struct VerdictSettings {
     pub points: f64,
     /// The methods to measure; if empty, every method with a section in the artifact, and some that need none.
     pub methods: Vec<Named>,
+    /// The type of the cache over which methods are measured.
+    pub rows: KvType,
     /// Types of the cache over which full attention is measured, besides bf16.
     pub formats: Vec<KvType>,
 }
@@ -60,6 +62,7 @@ impl Default for VerdictSettings {
             kl: artifact::USUAL_KL,
             points: 5.0,
             methods: Vec::new(),
+            rows: KvType::BF16,
             formats: usual_formats(),
         }
     }

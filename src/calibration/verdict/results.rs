@@ -2,6 +2,7 @@
 
 use super::measure::Row;
 use crate::artifact::{Answered, FormatLoss, HeadLosses, Intervals, Measured, MethodLoss, OtherLosses};
+use crate::numbers::five_digits;
 use crate::runner::eval::{Bootstrap, Metrics, VariantReport};
 use crate::runner::verdict::{Material, Score, Texts};
 
@@ -28,7 +29,7 @@ impl Results<'_> {
             method: name.to_owned(),
             oracle: row.is_oracle,
             reads_target: row.planned.target,
-            bytes_read_fraction: rounded(read.unwrap_or(row.planned.least)),
+            bytes_read_fraction: five_digits(read.unwrap_or(row.planned.least)),
             measured: budget.map(|budget| self.measured(row, budget)),
         }
     }
@@ -37,7 +38,7 @@ impl Results<'_> {
     pub fn format(&self, row: &Row) -> Option<FormatLoss> {
         Some(FormatLoss {
             kv: row.kv?.to_string(),
-            size_fraction: rounded(self.read(&row.text).unwrap_or(1.0)),
+            size_fraction: five_digits(self.read(&row.text).unwrap_or(1.0)),
             measured: self.measured(row, 1.0),
         })
     }
@@ -58,7 +59,7 @@ impl Results<'_> {
             let losses = row.text.of_blocks(blocks).losses;
             [losses.kl, losses.kl_p99, losses.top1_equal]
         };
-        let [kl, kl_p99, top1_equal] = bootstrap.intervals(losses).map(|of| of.map(rounded));
+        let [kl, kl_p99, top1_equal] = bootstrap.intervals(losses).map(|of| of.map(five_digits));
         Some(Intervals {
             kl,
             kl_p99,
@@ -74,10 +75,10 @@ impl Results<'_> {
             OtherLosses {
                 kind: texts.kind.to_owned(),
                 length: texts.length,
-                bytes_read_fraction: rounded(self.read(report).unwrap_or(1.0)),
-                kl: rounded(losses.kl),
-                kl_p99: rounded(losses.kl_p99),
-                top1_equal: rounded(losses.top1_equal),
+                bytes_read_fraction: five_digits(self.read(report).unwrap_or(1.0)),
+                kl: five_digits(losses.kl),
+                kl_p99: five_digits(losses.kl_p99),
+                top1_equal: five_digits(losses.top1_equal),
             }
         };
         measured.map(loss).collect()
@@ -87,9 +88,9 @@ impl Results<'_> {
         let full = self.full.filter(|_| row.is_asked())?;
         let (points, interval) = row.score.points_below(full, self.bootstrap);
         Some(Answered {
-            accuracy: rounded(row.score.accuracy()),
-            points_below: rounded(points),
-            interval: interval.unwrap_or([points; 2]).map(rounded),
+            accuracy: five_digits(row.score.accuracy()),
+            points_below: five_digits(points),
+            interval: interval.unwrap_or([points; 2]).map(five_digits),
         })
     }
 }
@@ -98,21 +99,21 @@ impl Results<'_> {
 fn measured(budget: f64, report: &VariantReport) -> Measured {
     let whole = report.whole();
     let heads = |of: fn(&Metrics) -> f64| {
-        let layer = |heads: &Vec<_>| heads.iter().map(|head| rounded(of(head))).collect();
+        let layer = |heads: &Vec<_>| heads.iter().map(|head| five_digits(of(head))).collect();
         report.heads.iter().map(layer).collect()
     };
     let losses = whole.losses;
     Measured {
         budget,
-        kl: rounded(losses.kl),
-        kl_median: rounded(losses.kl_median),
-        kl_p99: rounded(losses.kl_p99),
-        top1_equal: rounded(losses.top1_equal),
-        perplexity_ratio: rounded(losses.perplexity_ratio),
-        recall: rounded(whole.choices.recall.into()),
-        mass: rounded(whole.choices.mass.into()),
-        output_error: rounded(whole.choices.output_error.into()),
-        index_bits_per_token: rounded(report.index_bits_per_token()),
+        kl: five_digits(losses.kl),
+        kl_median: five_digits(losses.kl_median),
+        kl_p99: five_digits(losses.kl_p99),
+        top1_equal: five_digits(losses.top1_equal),
+        perplexity_ratio: five_digits(losses.perplexity_ratio),
+        recall: five_digits(whole.choices.recall.into()),
+        mass: five_digits(whole.choices.mass.into()),
+        output_error: five_digits(whole.choices.output_error.into()),
+        index_bits_per_token: five_digits(report.index_bits_per_token()),
         heads: HeadLosses {
             recall: heads(|head| head.recall.into()),
             mass: heads(|head| head.mass.into()),
@@ -122,22 +123,5 @@ fn measured(budget: f64, report: &VariantReport) -> Measured {
         intervals: None,
         others: Vec::new(),
         probe: None,
-    }
-}
-
-/// Rounds to five significant digits, so that the last bits of sums, which depend on order and threads, are not stored.
-pub(super) fn rounded(x: f64) -> f64 {
-    format!("{x:.4e}").parse().unwrap_or(x)
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn five_digits_stay() {
-        assert_eq!(rounded(0.123_456_78), 0.12346);
-        assert_eq!(rounded(0.0), 0.0);
-        assert_eq!(rounded(12_345_678.0), 12_346_000.0);
     }
 }
