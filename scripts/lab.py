@@ -165,8 +165,8 @@ class Lab:
         return path
 
     def eval(self, name, options, inputs, kv="bf16"):
-        """Return the document that `eval` prints with these options."""
-        options = ["eval", "--model", self.real / "model", "--kv", kv, *options, "--json"]
+        """Return the document that `eval` prints with these options; without `kv`, the type of the cache is left to them."""
+        options = ["eval", "--model", self.real / "model", *(["--kv", kv] if kv else []), *options, "--json"]
         path = self.once(self.out / f"{name}.json", options, inputs, printed=True)
         return json.loads(path.read_text(encoding="utf-8"))
 

@@ -16,7 +16,7 @@ stopped run continues. The tables:
     wpq-center        wpq around the path of the mean and around the mean: the error of the codes
     row-formats       what full attention loses with caches of each format
     row-sums          what choosing and rounding lose apart and together
-    row-reads         what `wpq` loses over rows of each format, at equal bytes in lines of memory
+    row-reads         what `wpq` loses over rows of each format, and what plans of `tune` lose, at equal bytes in lines of memory
 
 Unless a table says otherwise, text of one work is measured with artifacts that are calibrated on the other work. `--final`
 measures the final texts instead, which no other command opens: once per version of Cargo.toml, and each use is noted in
@@ -62,6 +62,8 @@ FORMATS = ("bf16", "int8", "int4+4", "k=int8,v=int4", "int4", "k=int4,v=int2", "
 MAPPED, COMPARED = ("int4+4", "k=int8,v=int4", "int4", "k=int4,v=int2", "int2"), ("int4", "int2")
 # Formats over which an index chooses rows.
 CHOSEN = ("bf16", "int8", "int4", "int4+4")
+# Blocks on which sensitivities are measured; how results name a plan, and what serves its KV heads.
+TUNED, PLAN, PER_HEAD = 2, "plan", "per KV head"
 # Bytes of a line of memory, in which the reads of these rows are counted.
 LINE = 64
 FINAL_TEXTS = ("prose", "source", "dialogue")
@@ -332,7 +334,7 @@ class Results(Lab):
                 "rows": [kept(row) | {"kv": kv} for kv, row in rows]}
 
     def row_reads(self):
-        """Measure what `wpq` and full attention lose over rows of each format; everything is fitted to the other work."""
+        """Measure what `wpq` and full attention lose over rows of each format, and what tuned plans lose; everything is fitted to the other work."""
         found, works = [], self.long_blocks()
         for work, documents_of in works.items():
             text = self.tokens(f"row-reads-{work}", documents_of)
@@ -346,8 +348,27 @@ class Results(Lab):
             for method, options in (("full", []), ("wpq", ["--reads", "0.05,0.1"])):
                 document, of_method = self.in_formats(f"row-reads-{work}-{method}", CHOSEN, [*command, "--methods", method, *options], [text, artifact], "artifact")
                 rows += [kept(row) | {"form": kv, "share": row.get("reads_target", 1), "options": ""} for kv, row in of_method]
+            for share, plan in self.plans(work, artifact, (0.05, 0.1)).items():
+                options = ["--methods", "full", "--budgets", 1, "--head-plan", plan]
+                of_plan = self.eval(f"row-reads-{work}-plan-{share}", [*command, *options], [text, artifact, plan], None)
+                [row] = [row for row in of_plan["rows"] if row["method"] == PLAN]
+                rows.append(kept(row | {"budget": PER_HEAD}) | {"form": PER_HEAD, "share": share, "options": ""})
             found.append({"calibration": fits, **conditions(document), "rows": rows})
         return {"length": 8192, "works": [work for work, of in works.items() for _ in of], **over_works(found)}
+
+    def plans(self, work, artifact, shares):
+        """Return, for each share of the bytes, the plan per KV head that `tune` finds on development text of the other work."""
+        [other] = [other for other in WORKS if other != work]
+        text = self.tokens(f"plans-{work}", self.blocks(other, 8192, TUNED, "development"))
+        measured, found = None, {}
+        for share in shares:
+            path = self.out / f"plan-{work}-{share}.json"
+            limit = ["--limit", f"bytes={share}", "-o", path, "--overwrite"]
+            source, inputs = (["--from", measured], [measured]) if measured else (
+                [artifact, "--model", self.real / "model", "--tokens", text, "--seq-len", 8192, "--length", 8192, "--blocks", TUNED, "--check", 0], [artifact, text])
+            found[share] = self.once(path, ["tune", *source, *limit], inputs)
+            measured = measured or path
+        return found
 
     def final(self):
         """Measure the final texts: yield the name and the document of each table."""

@@ -433,11 +433,14 @@ def sums_table(document):
 
 
 def reads_table(document):
-    """Return what full attention and `wpq` lose over rows of each format; of `wpq`, beside its loss over rows in bf16 at 5%."""
+    """Return what full attention and `wpq` lose over rows of each format, and what tuned plans lose, beside the loss of `wpq` over bf16 at 5%.
+
+    A sentence compares each plan with the form of `wpq` that loses least at the same share.
+    """
     [base] = [row for row in document["rows"] if (row["method"], row["form"], row["share"]) == ("wpq", "bf16", 0.05)]
     rows = []
     for row in sorted(document["rows"], key=lambda row: (row["method"] != "full", row["share"])):
-        start = [f"`{row['method']}`", f"`{row['form']}`"]
+        start = [f"`{row['method']}`", row["form"] if " " in row["form"] else f"`{row['form']}`"]
         if row["budget"] is None:
             rows.append([*start, f"at least {percent(row['least'])}", "", ""])
             continue
@@ -446,7 +449,14 @@ def reads_table(document):
         rows.append([*start, percent(row["uncompressed_moved_fraction"]), f"{row['kl']:.5f}" + spread(kl_interval(row), 5), beside])
     works = ", ".join(dict.fromkeys(document["works"]))
     about = f"{document['blocks']} blocks of {document['length']:,} tokens ({works}), {document['steps']} steps.\n\n"
-    return about + filled(["method", "`--kv`", "moved", "KL, nats (95%)", "KL over that of `wpq`, `bf16`, 5%"], rows)
+    said = []
+    for plan in [row for row in document["rows"] if row["method"] == "plan"]:
+        alike = [row for row in document["rows"] if row["method"] == "wpq" and row["share"] == plan["share"] and row["budget"] is not None]
+        best = min(alike, key=lambda row: row["kl"])
+        said.append(f"At {percent(plan['share'])}, the plan loses {plan['kl'] / best['kl']:.2f}{spread(ratio_interval(plan['kl_by_block'], best['kl_by_block']), 2)} "
+                    f"times as much as `wpq` over `{best['form']}`.")
+    table = filled(["method", "`--kv`", "moved", "KL, nats (95%)", "KL over that of `wpq`, `bf16`, 5%"], rows)
+    return about + table + ("\n" + "\n".join(said) + "\n" if said else "")
 
 
 def format_time_table(document):

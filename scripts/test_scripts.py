@@ -373,6 +373,10 @@ class Pages(unittest.TestCase):
         beside = [[cell.strip() for cell in line.split("|")[1:-1]][-1] for line in text.splitlines()[4:]]
         self.assertEqual(beside, ["", "", "", "", "0.50 (0.50 to 0.50)"])
         self.assertIn("| `wpq` | `bf16` | at least 3.0% |", text)
+        plan = rows[3] | {"method": "plan", "form": "per KV head", "budget": "per KV head", "kl": 0.004, "kl_by_block": [0.004] * 20}
+        text = tables.reads_table({"length": 8192, "works": ["handbook"] * 20, "blocks": 20, "steps": 320, "rows": [*rows, plan]})
+        self.assertIn("| `plan` | per KV head | 5.0% | 0.00400 (0.00400 to 0.00400) | 0.40 (0.40 to 0.40) |", text)
+        self.assertIn("At 5.0%, the plan loses 0.80 (0.80 to 0.80) times as much as `wpq` over `int4`.", text)
 
     def test_maps_stand_beside_the_hadamard_rotation(self):
         rows = [{"rows": "keys", "bits": bits, "map": name, "errors": errors} for bits, name, errors in (

@@ -12,7 +12,7 @@ use crate::cmd::sections::SectionCommand;
 use crate::cmd::terminal::{say_error, say_hint};
 use crate::cmd::{
     bench, calibrate, completions, dump, eval, examples, gpu_check, inspect, merge, moments, pack, plan,
-    print_failure, print_refusal, removed, report, run, status, verdict,
+    print_failure, print_refusal, removed, report, run, status, tune, verdict,
 };
 use crate::compute::cuda::kernels;
 use crate::error::{Error, Result};
@@ -350,6 +350,8 @@ pub enum Command {
     Pack(pack::Args),
     /// Measure the methods on held-out text; recommend one
     Verdict(verdict::Args),
+    /// Find the method, budget and formats of each KV head within a limit
+    Tune(tune::Args),
     /// Show which parts of a sharded calibration are done, running, failed or missing
     Status(status::Args),
     /// Check every kernel on an NVIDIA GPU, which --device auto then uses
@@ -402,6 +404,7 @@ fn start(cli: &Cli) -> Result<()> {
         Command::Pack(args) => pack::run(args, global),
         Command::Status(args) => status::run(args, global),
         Command::Verdict(args) => verdict::run(args, global),
+        Command::Tune(args) => tune::run(args, global),
         Command::Calibrate(args) => match args.planned() {
             Some(settings) => plan::show(settings, global),
             None => calibrate::run(args, global),

@@ -24,7 +24,7 @@
 //! 10. `runner`: prefill and sparse decode, and what methods lose;
 //! 11. `cuda`: the model, prompts and decode steps on an NVIDIA GPU;
 //! 12. `machine`: a device, and how models run on it; `calibration`: from a model and text to an artifact with a verdict;
-//!     `timing` and `estimate`: what this machine takes for it;
+//!     `timing` and `estimate`: what this machine takes for it; `tune`: the plan that loses least within a limit;
 //! 13. `cmd` and `cli`: the subcommands.
 
 #[doc(hidden)]
@@ -65,6 +65,7 @@ pub mod internal {
     #[cfg(test)]
     pub(crate) mod testing;
     pub mod timing;
+    pub mod tune;
     pub mod unfinished;
     pub mod weight;
     pub mod wording;
@@ -79,7 +80,7 @@ use internal::testing;
 use internal::{
     artifact, calibration, capture, compute, corpus, cuda, disk, dump, env, error, estimate, float, heap, kv,
     large, machine, mapped, method, model, numbers, parameters, prefetch, quant, runner, sandbox, slots,
-    stats, store, timing, unfinished, weight, wording, work,
+    stats, store, timing, tune, unfinished, weight, wording, work,
 };
 
 // What an artifact says.

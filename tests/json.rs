@@ -203,6 +203,18 @@ fn every_command_prints_what_the_page_says() {
     );
     let without = json(&format!("{calibrate} --no-verdict -o {}", path("without")));
     compare("calibrate", &[json(&format!("{calibrate} -o {art}")), without]);
+    let tuned = path("tuned.json");
+    let tune = format!("--tokens {tokens} --holdout 0 --blocks 1 --check 2 --limit kl=9");
+    compare(
+        "tune",
+        &[
+            json(&format!("tune {art} --model {model} {tune} -o {tuned}")),
+            json(&format!(
+                "tune --from {tuned} --limit memory=0.9 -o {}",
+                path("again.json")
+            )),
+        ],
+    );
     compare(
         "inspect",
         &[

@@ -36,7 +36,7 @@ const FLOORS: [&[&str]; 13] = [
     &["method"],
     &["runner"],
     &["cuda"],
-    &["machine", "calibration", "timing", "estimate"],
+    &["machine", "calibration", "timing", "estimate", "tune"],
     // The crate's root declares modules and names what is public; `main.rs` is beside it.
     &["", "cli", "cmd"],
 ];

@@ -23,6 +23,7 @@ mod cmd_run;
 mod cmd_shards;
 mod cmd_signs;
 mod cmd_tail;
+mod cmd_tune;
 mod cmd_verdict;
 mod common;
 mod crashes;

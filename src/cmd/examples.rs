@@ -1,7 +1,7 @@
 //! The examples in the help of the commands.
 
 /// The name of a command, and lines that can be typed.
-pub const EXAMPLES: [(&str, &[&str]); 14] = [
+pub const EXAMPLES: [(&str, &[&str]); 15] = [
     (
         "plan",
         &[
@@ -47,6 +47,13 @@ pub const EXAMPLES: [(&str, &[&str]); 14] = [
         "verdict",
         &[
             "kvsmith verdict art.safetensors --model Qwen/Qwen3-0.6B --text corpus.jsonl --verdict-reads 5%,30% -o art2.safetensors",
+        ],
+    ),
+    (
+        "tune",
+        &[
+            "kvsmith tune art.safetensors --model Qwen/Qwen3-0.6B --text corpus.jsonl --limit bytes=5% -o plan.json",
+            "kvsmith tune --from plan.json --limit kl=0.01 -o plan2.json",
         ],
     ),
     (

@@ -27,6 +27,7 @@ pub mod signals;
 pub mod status;
 mod task;
 pub mod terminal;
+pub mod tune;
 pub mod verdict;
 
 use std::path::{Path, PathBuf};
@@ -55,6 +56,11 @@ fn print_json(global: &Global, members: &Value) -> Result<()> {
 }
 
 fn print_document(command: &str, members: &Value) -> Result<()> {
+    print(&document(command, members))
+}
+
+/// Returns a document on a line of its own: what every document has, and `members`.
+fn document(command: &str, members: &Value) -> String {
     let mut document = json!({
         "schema": SCHEMA,
         "command": command,
@@ -69,7 +75,7 @@ fn print_document(command: &str, members: &Value) -> Result<()> {
             text.push(c)
         }
     }
-    print(&(text + "\n"))
+    text + "\n"
 }
 
 /// Prints to stdout, which may be full or closed. Control characters are escaped only if stdout is a terminal, which
@@ -196,12 +202,12 @@ fn load_texts(
         ));
     }
     if reserve.is_cut {
-        let verdict = match reserve.text.len() {
+        let measured = match reserve.text.len() {
             0 => String::new(),
-            n => format!("; the verdict takes {n} tokens of it"),
+            n => format!("; {n} tokens of it are measured on"),
         };
         log.note(&format!(
-            "the text goes on after --max-tokens {}: nothing is fitted to the rest{verdict}",
+            "the text goes on after --max-tokens {}: nothing is fitted to the rest{measured}",
             input.max_tokens
         ));
     }

@@ -12,8 +12,8 @@ use crate::disk::Output;
 use crate::error::{Error, Result};
 use crate::store::Store;
 
-/// Longest line of a file that is read to recognise a trace.
-const MAX_LINE: u64 = 1 << 20;
+/// Longest line of a file that is read to recognise a trace or a plan.
+const MAX_LINE: u64 = 1 << 26;
 
 /// Starts the file `path`, which appears under this name when it is complete.
 ///
@@ -115,7 +115,7 @@ fn check(path: &Path, inputs: &[&Path], global: &Global) -> Result<()> {
 /// What the pages of `report` begin with.
 pub const PAGE: &str = "<!doctype html><!-- made by kvsmith report -->";
 
-/// Tells whether kvsmith wrote a file: an artifact, a section, moments, a codebook, a page or a trace.
+/// Tells whether kvsmith wrote a file: an artifact, a section, moments, a codebook, a page, a trace or a plan of `tune`.
 fn is_result(path: &Path) -> bool {
     if let Ok(store) = Store::open(path) {
         let mut names = store.specs().map(|spec| spec.name.as_str());
@@ -135,7 +135,7 @@ fn is_result(path: &Path) -> bool {
             .iter()
             .all(|key| row.get(key).is_some())
     };
-    row.is_some_and(is_trace)
+    row.is_some_and(|row| row["command"] == "tune" && row.get("head_plan").is_some() || is_trace(row))
 }
 
 /// Where the lines of a trace go.

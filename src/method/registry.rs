@@ -8,8 +8,8 @@ use super::bench::{Bench, BenchParams};
 use super::declaration::{Ask, Declaration, InVerdict};
 use super::per_head::PerHead;
 use super::{
-    Method, a2ats, ctkvr, doublesparsity, full, h2o, lfps, pqcache, quest, random, randsign, selfindex,
-    snapkv, streaming, topk, triattention, wpq,
+    Alike, Method, a2ats, ctkvr, doublesparsity, full, h2o, lfps, pqcache, quest, random, randsign,
+    selfindex, snapkv, streaming, topk, triattention, wpq,
 };
 use crate::artifact::Artifact;
 use crate::error::Result;
@@ -36,6 +36,14 @@ pub static METHODS: &[MethodName] = &[
 
 /// Full attention, which also serves the steps and heads in which a method does not choose.
 pub static FULL: MethodName = MethodName(&full::METHOD);
+
+/// Returns full attention as a method that is prepared from nothing.
+pub fn exact() -> &'static dyn Method {
+    &Alike(full::Full)
+}
+
+/// The window and the first positions, which need no index.
+pub static STREAMING: MethodName = MethodName(&streaming::METHOD);
 
 /// One of [`METHODS`], named as on the command line.
 #[derive(Clone, Copy)]

@@ -9,6 +9,7 @@
 mod bootstrap;
 mod judge;
 mod layerwise;
+mod lineup;
 mod report;
 mod trajectories;
 
@@ -29,12 +30,14 @@ pub use bootstrap::{Bootstrap, FEWEST};
 use judge::Prediction;
 pub use judge::{Mean, Metrics, StepLoss};
 pub use layerwise::{Layerwise, Passage};
+pub use lineup::Unit;
 pub use report::{
     Accuracy, Answers, Asked, Group, LayerErrors, Losses, PositionLosses, StepMetrics, VariantReport,
 };
 use trajectories::{HeadStep, StepInput, Trajectories};
 
 /// A method with a budget.
+#[derive(Clone, Copy)]
 pub struct Variant<'a> {
     /// The method.
     pub method: &'a dyn Method,

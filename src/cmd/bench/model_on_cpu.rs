@@ -244,6 +244,7 @@ impl Timing<'_> {
             "scratch_bytes_fraction": counts.scratch_fraction(),
             "bytes": moved, "weights": weights, "weight_bytes": forward.bytes(), "index_bytes": index_bytes,
             "kv_bytes": kv_bytes, "batch": sequences, "context": context, "method": served.name,
+            "budget": served.plan.budget(), "kv": served.plan.kv(),
         });
         let (rates, said) = against_read_loop(moved, times.median, self.bandwidth);
         merge(&mut more, &rates);

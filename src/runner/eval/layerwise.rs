@@ -11,7 +11,8 @@
 use ndarray::{Array1, Array2, Array3, Array4, ArrayView1, ArrayView3, Axis, concatenate, s};
 use rayon::prelude::*;
 
-use super::judge::top;
+use super::judge::{Prediction, top};
+use super::lineup::{All, Changes, Lineup, Unit};
 use super::trajectories::{HeadStep, HeadTrajectories, StepInput, leaders};
 use super::{Variant, VariantReport, losses, tally};
 use crate::env;
@@ -76,20 +77,69 @@ enum Measure {
     Answers,
     /// What they read if they choose along the full trajectory.
     Reads,
+    /// How much their predictions diverge along their own trajectories.
+    Divergences,
 }
+
+/// Trajectories of [`Layerwise::sensitivities`] that pass the model together; bounds the memory.
+const TOGETHER: usize = 2048;
+/// Trajectories whose logits are computed together.
+const LOGITS: usize = 128;
 
 /// The state of one passage between two layers.
 struct Run<'p> {
     passage: &'p Passage,
     /// Input of the next layer along the full trajectory, `[n, hidden]`.
     full: Array2<f32>,
-    /// Input of the next layer along the variants' own trajectories, `[variants steps, hidden]`; `None` if variants
-    /// only choose along the full trajectory.
+    /// Input of the next layer along the trajectories that have left the full one, `[trajectories steps, hidden]`; `None` if
+    /// there are none.
     own: Option<Array2<f32>>,
     /// Per step and variant: the sum over layers.
     shares: Vec<Vec<Shares>>,
     /// Per variant.
     reports: Vec<VariantReport>,
+    /// Per layer and variant, after the layer: what was read and held in all layers so far.
+    costs: Vec<Vec<Cost>>,
+}
+
+/// Bytes of some layers.
+#[derive(Clone, Copy, Default)]
+struct Cost {
+    /// What memory moved for all steps; an infinite number if that is not known.
+    moved: f64,
+    /// Rows in their formats, and indexes, seen by all steps.
+    held: f64,
+    /// All visible rows in floats, seen by all steps.
+    all: f64,
+}
+
+impl Cost {
+    /// Adds up what a variant read and held in the layers so far.
+    fn so_far(report: &VariantReport, steps: usize) -> Self {
+        let counts = &report.counts;
+        Self {
+            moved: counts.moved_bytes.map_or(f64::INFINITY, |bytes| bytes as f64),
+            held: counts.visible_bytes as f64 + steps as f64 * report.index_bytes(),
+            all: counts.uncompressed_bytes as f64,
+        }
+    }
+}
+
+impl Run<'_> {
+    /// Lets further trajectories leave the full one before the next layer, so that there are so many.
+    fn leave(&mut self, trajectories: usize) -> Result<()> {
+        let before = self.own.as_ref().map_or(0, Array2::nrows) / self.passage.steps;
+        if trajectories == before {
+            return Ok(());
+        }
+        let steps = self.full.slice(s![self.passage.first().., ..]);
+        let mut parts = vec![steps; trajectories - before];
+        parts.extend(self.own.iter().map(Array2::view));
+        parts.rotate_right(usize::from(before > 0));
+        let joined = concatenate(Axis(0), &parts)?;
+        self.own = Some(joined);
+        Ok(())
+    }
 }
 
 /// The results of one KV head of a layer.
@@ -120,7 +170,7 @@ impl Layerwise<'_> {
         if variants.is_empty() {
             return Ok(vec![Vec::new(); passages.len()]);
         }
-        let runs = self.run(passages, variants, Measure::Losses, done)?;
+        let runs = self.run(passages, &All(variants), Measure::Losses, done)?;
         runs.into_iter().map(|run| self.close(run)).collect()
     }
 
@@ -137,7 +187,7 @@ impl Layerwise<'_> {
         variants: &[Variant],
         done: &mut dyn FnMut(usize),
     ) -> Result<Vec<Vec<Vec<[bool; 2]>>>> {
-        let runs = self.run(passages, variants, Measure::Answers, done)?;
+        let runs = self.run(passages, &All(variants), Measure::Answers, done)?;
         runs.iter()
             .zip(asked)
             .map(|(run, asked)| self.predicted(run, asked, variants.len()))
@@ -155,7 +205,12 @@ impl Layerwise<'_> {
         variants: &[Variant],
         done: &mut dyn FnMut(usize),
     ) -> Result<Vec<Option<f64>>> {
-        let runs = self.run(std::slice::from_ref(passage), variants, Measure::Reads, done)?;
+        let runs = self.run(
+            std::slice::from_ref(passage),
+            &All(variants),
+            Measure::Reads,
+            done,
+        )?;
         let share = |report: &VariantReport| report.counts.uncompressed_fraction();
         Ok(runs
             .iter()
@@ -163,27 +218,88 @@ impl Layerwise<'_> {
             .collect())
     }
 
-    /// Embeds the tokens of every passage.
-    fn start<'p>(
+    /// Returns, for each variant and layer, what memory moves in a step and what rows and indexes take, if variants choose along
+    /// the full trajectory: as shares of all visible rows of the model in floats. What is not known is infinite.
+    ///
+    /// # Errors
+    /// Those of [`Layerwise::evaluate`].
+    pub fn costs(
         &self,
-        passages: &'p [Passage],
+        passage: &Passage,
         variants: &[Variant],
-        measure: Measure,
-    ) -> Result<Vec<Run<'p>>> {
+        done: &mut dyn FnMut(usize),
+    ) -> Result<Vec<Vec<[f64; 2]>>> {
+        let runs = self.run(
+            std::slice::from_ref(passage),
+            &All(variants),
+            Measure::Reads,
+            done,
+        )?;
+        let costs = &runs[0].costs;
+        let of_variant = |v: usize| -> Vec<[f64; 2]> {
+            let all = costs.last().map_or(1.0, |last| last[v].all);
+            let mut before = Cost::default();
+            let of_layer = |layer: &Vec<Cost>| {
+                let sum = layer[v];
+                let share = [sum.moved - before.moved, sum.held - before.held].map(|bytes| bytes / all);
+                before = sum;
+                share
+            };
+            costs.iter().map(of_layer).collect()
+        };
+        Ok((0..variants.len()).map(of_variant).collect())
+    }
+
+    /// Returns, for each of some sets of KV heads (in the order of their layers) and each way of serving them, the mean KL
+    /// divergence of the predictions over the steps of all passages, in nats, if these heads are served in this way and all others
+    /// by full attention. Each trajectory begins in the layer of its heads: before it, it equals the full one. `done` is called
+    /// after each layer of [`Layerwise::passes`] passes.
+    ///
+    /// # Errors
+    /// Those of [`Layerwise::evaluate`].
+    pub fn sensitivities(
+        &self,
+        passages: &[Passage],
+        units: &[Unit],
+        ways: &[Variant],
+        done: &mut dyn FnMut(usize),
+    ) -> Result<Vec<Vec<f64>>> {
+        let steps: usize = passages.iter().map(|passage| passage.steps).sum();
+        let mut means = Vec::new();
+        for units in units.chunks(units_together(ways.len())) {
+            let mut sums = vec![0.0; units.len() * ways.len()];
+            // One after the other, since each takes the memory of many trajectories.
+            for passage in passages {
+                let lineup = Changes { units, ways };
+                let passage = std::slice::from_ref(passage);
+                for run in self.run(passage, &lineup, Measure::Divergences, done)? {
+                    self.add_divergences(&run, &mut sums)?;
+                }
+            }
+            let of_unit = |sums: &[f64]| sums.iter().map(|sum| sum / steps as f64).collect();
+            means.extend(sums.chunks(ways.len().max(1)).map(of_unit));
+        }
+        Ok(means)
+    }
+
+    /// Counts the passes of a passage through the model in [`Layerwise::sensitivities`].
+    pub fn passes(&self, units: usize, ways: usize, passages: usize) -> usize {
+        passages * units.div_ceil(units_together(ways))
+    }
+
+    /// Embeds the tokens of every passage.
+    fn start<'p>(&self, passages: &'p [Passage], variants: usize) -> Result<Vec<Run<'p>>> {
         let run = |passage: &'p Passage| {
             passage.check()?;
-            let full = self.decoder().embed(&passage.ids)?;
-            let steps = full.slice(s![passage.first().., ..]);
-            let has_own = measure != Measure::Reads && !variants.is_empty();
-            let own = has_own.then(|| concatenate(Axis(0), &vec![steps; variants.len()]));
             let mut report = VariantReport::new(&self.decoder().config);
             report.begin(1);
             Ok(Run {
                 passage,
-                own: own.transpose()?,
-                shares: vec![vec![Shares::default(); variants.len()]; passage.steps],
-                reports: vec![report; variants.len()],
-                full,
+                full: self.decoder().embed(&passage.ids)?,
+                own: None,
+                shares: vec![vec![Shares::default(); variants]; passage.steps],
+                reports: vec![report; variants],
+                costs: Vec::new(),
             })
         };
         passages.iter().map(run).collect()
@@ -193,16 +309,24 @@ impl Layerwise<'_> {
     fn run<'p>(
         &self,
         passages: &'p [Passage],
-        variants: &[Variant],
+        lineup: &dyn Lineup,
         measure: Measure,
         done: &mut dyn FnMut(usize),
     ) -> Result<Vec<Run<'p>>> {
-        let mut runs = self.start(passages, variants, measure)?;
         let (config, ropes) = (&self.decoder().config, &self.decoder().ropes);
+        // Divergences are not reported by variant.
+        let reported = match measure {
+            Measure::Divergences => 0,
+            _ => lineup.left(config.n_layers()),
+        };
+        let mut runs = self.start(passages, reported)?;
         for index in 0..config.n_layers() {
             let layer = self.layers.open(index)?;
             for run in &mut runs {
                 env::check()?;
+                if measure != Measure::Reads {
+                    run.leave(lineup.left(index))?;
+                }
                 let own = run
                     .own
                     .as_ref()
@@ -212,7 +336,7 @@ impl Layerwise<'_> {
                 let input = LayerInput {
                     of: self,
                     index,
-                    variants,
+                    lineup,
                     table: &table,
                     first: run.passage.first(),
                     steps: run.passage.steps,
@@ -225,7 +349,13 @@ impl Layerwise<'_> {
                     heads = each.map(|c| input.head(states, c)).collect();
                     Ok(())
                 })?;
-                input.count(&heads, run);
+                if measure != Measure::Divergences {
+                    input.count(&heads, run);
+                }
+                if measure == Measure::Reads {
+                    let cost = |report| Cost::so_far(report, run.passage.steps);
+                    run.costs.push(run.reports.iter().map(cost).collect());
+                }
                 if let Some(own) = &mut run.own {
                     layer.finish(own.view_mut(), attended(&heads).view())?;
                 }
@@ -243,6 +373,27 @@ impl Layerwise<'_> {
         let rows = concatenate(Axis(0), &[full.slice(s![..1, ..]), own])?;
         let decoder = self.decoder();
         decoder.logits_by(&decoder.head, rows.view())
+    }
+
+    /// Adds the divergence of every step of a passage from full attention to the sum of its trajectory.
+    fn add_divergences(&self, run: &Run, sums: &mut [f64]) -> Result<()> {
+        let (decoder, steps) = (self.decoder(), run.passage.steps);
+        let own = run.own.as_ref();
+        let own = own.ok_or_else(|| Error::internal("internal: no trajectory left the full one"))?;
+        for step in 0..steps {
+            let full = run.full.slice(s![run.passage.first() + step.., ..]);
+            let full = decoder.logits_by(&decoder.head, full.slice(s![..1, ..]))?;
+            let full = Prediction::new(full.row(0));
+            for (i, sums) in sums.chunks_mut(LOGITS).enumerate() {
+                env::check()?;
+                let first = i * LOGITS;
+                let rows = own.slice(s![first * steps + step..(first + sums.len()) * steps;steps, ..]);
+                let logits = decoder.logits_by(&decoder.head, rows)?;
+                let each = sums.par_iter_mut().zip(logits.axis_iter(Axis(0)).into_par_iter());
+                each.for_each(|(sum, row)| *sum += full.divergence(&Prediction::new(row)));
+            }
+        }
+        Ok(())
     }
 
     /// Compares the predictions of some steps with the passage's next tokens.
@@ -286,17 +437,22 @@ impl Layerwise<'_> {
     }
 }
 
+/// Returns how many sets of KV heads pass the model together.
+fn units_together(ways: usize) -> usize {
+    (TOGETHER / ways.max(1)).max(1)
+}
+
 /// One layer of one passage.
 struct LayerInput<'a> {
     of: &'a Layerwise<'a>,
     index: usize,
-    variants: &'a [Variant<'a>],
+    lineup: &'a dyn Lineup,
     /// The rotations of all positions.
     table: &'a RopeTable,
     /// Length of the prompt.
     first: usize,
     steps: usize,
-    /// The states along the variants' trajectories, `variants steps` rows.
+    /// The states along the trajectories that have left the full one, `trajectories steps` rows.
     own: Option<&'a States>,
     measure: Measure,
 }
@@ -318,6 +474,7 @@ impl LayerInput<'_> {
     /// Runs KV head `c`: its prompt, then all steps.
     fn head(&self, states: &States, c: usize) -> HeadRun {
         let (config, r) = (&self.of.decoder().config, self.group());
+        let variants = self.lineup.serving(self.index, c);
         let queries = s![c * r..(c + 1) * r, .., ..];
         let own = s![c..c + 1, .., ..];
         let both = |pre: ArrayView3<f32>| {
@@ -332,7 +489,7 @@ impl LayerInput<'_> {
         let prompt = |x: ArrayView3<f32>| x.slice(s![.., ..self.first, ..]).to_owned();
         let mut head = HeadTrajectories::new(
             config,
-            self.variants,
+            &variants,
             &self.of.options,
             self.first + self.steps,
             [self.index, c],
@@ -345,11 +502,11 @@ impl LayerInput<'_> {
             },
             v: prompt(v),
         };
-        let leaders = leaders(self.variants);
+        let leaders = leaders(&variants);
         head.prefill(&rows, &[], 0, self.window(), &leaders);
         head.branch(self.measure == Measure::Losses);
         let d = config.head_dim;
-        let mut outputs = Array4::zeros((self.steps, self.variants.len() + 1, r, d));
+        let mut outputs = Array4::zeros((self.steps, variants.len() + 1, r, d));
         let mut steps = Vec::new();
         for (step, out) in outputs.outer_iter_mut().enumerate() {
             let (at, set) = (self.first + step, self.set(step));
@@ -361,7 +518,7 @@ impl LayerInput<'_> {
                 let full = full.slice(s![.., at..at + 1, ..]).to_owned();
                 match own {
                     Some(own) => join(&full, &own),
-                    None => repeat(&full, self.variants.len() + 1),
+                    None => repeat(&full, variants.len() + 1),
                 }
             };
             let turned = |x: &Array3<f32>| rotated_to(x, self.table, at);

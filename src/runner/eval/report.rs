@@ -319,6 +319,11 @@ impl VariantReport {
         8.0 * self.index_bytes / self.positions.max(1.0)
     }
 
+    /// Returns the bytes of the indexes at the end of each block, summed over blocks, layers and KV heads.
+    pub(super) fn index_bytes(&self) -> f64 {
+        self.index_bytes
+    }
+
     /// Adds the blocks of another report of the same variant.
     pub fn append(&mut self, other: Self) {
         let Self {
