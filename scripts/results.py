@@ -365,7 +365,7 @@ class Results(Lab):
             path = self.out / f"plan-{work}-{share}.json"
             limit = ["--limit", f"bytes={share}", "-o", path, "--overwrite"]
             source, inputs = (["--from", measured], [measured]) if measured else (
-                [artifact, "--model", self.real / "model", "--tokens", text, "--seq-len", 8192, "--length", 8192, "--blocks", TUNED, "--check", 0], [artifact, text])
+                [artifact, "--model", self.real / "model", "--tokens", text, "--other-text", "--seq-len", 8192, "--length", 8192, "--blocks", TUNED, "--check", 0], [artifact, text])
             found[share] = self.once(path, ["tune", *source, *limit], inputs)
             measured = measured or path
         return found

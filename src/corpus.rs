@@ -15,7 +15,7 @@ use crate::error::{Error, Result};
 use crate::model::ModelConfig;
 use crate::model::tokenizer::Tokenizer;
 pub use documents::TextFiles;
-pub use manifest::{CorpusManifest, DocumentUsage, Documents, KindUsage, Origin, Usage};
+pub use manifest::{CorpusManifest, DocumentUsage, Documents, KindUsage, Origin, Usage, digest_of};
 
 /// The files that hold the documents.
 #[derive(Clone, Debug)]

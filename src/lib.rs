@@ -73,15 +73,15 @@ pub mod internal {
 }
 
 // The crate's own paths do without `internal`.
-#[cfg(feature = "cli")]
-use internal::cmd;
 #[cfg(test)]
 use internal::testing;
 use internal::{
     artifact, calibration, capture, compute, corpus, cuda, disk, dump, env, error, estimate, float, heap, kv,
     large, machine, mapped, method, model, numbers, parameters, prefetch, quant, runner, sandbox, slots,
-    stats, store, timing, tune, unfinished, weight, wording, work,
+    stats, store, timing, unfinished, weight, wording, work,
 };
+#[cfg(feature = "cli")]
+use internal::{cmd, tune};
 
 // What an artifact says.
 pub use artifact::{

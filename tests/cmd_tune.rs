@@ -175,7 +175,10 @@ fn a_plan_keeps_its_limit() {
     }
     // Times of `bench decode` decide between what was timed.
     let times = scratch.path("times.json");
-    let row = |method: &str, budget: f64, ms: f64| json!({"method": method, "budget": budget, "kv": "bf16", "context": 700, "batch": 1, "median_s": ms / 1e3});
+    let row = |method: &str, budget: f64, ms: f64| {
+        json!({"method": method, "budget": budget, "kv": "bf16", "context": 700, "batch": 1, "median_s": ms / 1e3,
+               "device": "cpu", "weight_bytes": 1000})
+    };
     let rows = [
         row("full", 0.06, 30.0),
         row("wpq", 0.01, 10.0),
@@ -261,6 +264,37 @@ fn a_plan_keeps_its_limit() {
     .fails(2, "already exists", "--overwrite");
 }
 
+/// Of a limit that nothing meets, one learns after the measurement, which is kept.
+#[test]
+fn a_measurement_is_kept_whatever_follows() {
+    let scratch = Scratch::new();
+    let model = checkpoint("llama_default");
+    let tokens = scratch.tokens("tokens.json", &documents(&[140, 90, 140], 3));
+    let input = format!("--model {model} --tokens {tokens} --seq-len 140 --holdout 0.5");
+    let art = scratch.make("art", &format!("calibrate {input} --size 8 --no-verdict"));
+    let (plan, again) = (scratch.path("plan.json"), scratch.path("again.json"));
+    let tune = format!("tune {art} {input} --kv bf16 --kv int4 --kv bf16 --budgets 0.2,0.2");
+    let late = kvsmith(&format!("{tune} --limit bytes=0.001 -o {plan}"));
+    late.fails(1, "no plan of these choices", "raise the limit");
+    assert!(
+        late.stderr.contains("with the sensitivities alone"),
+        "{}",
+        late.stderr
+    );
+    let found = read(&plan);
+    assert!(found.get("head_plan").is_none());
+    // What was given twice was measured once: wpq, streaming, and full attention over int4.
+    assert_eq!(found["sensitivities"]["ways"].as_array().unwrap().len(), 3);
+    kvsmith(&format!("tune --from {plan} --limit kl=1 -o {again}")).ok();
+    // Only full attention over bf16: there is nothing to measure.
+    kvsmith(&format!(
+        "tune {art} {input} --kv bf16 --methods full --limit bytes=1.1 --overwrite -o {again}"
+    ))
+    .ok();
+    assert_eq!(read(&again)["expected"]["kl"], json!(0.0));
+    kvsmith(&format!("{tune} --limit ms=3 --overwrite -o {again}")).fails(2, "--times", "bench decode");
+}
+
 /// Another model's artifact is refused, and other text is used whole; nothing is measured on text that was fitted.
 #[test]
 fn other_models_are_refused_and_other_text_is_used() {
@@ -281,15 +315,22 @@ fn other_models_are_refused_and_other_text_is_used() {
     tune(&checkpoint("qwen2_sliding"), &input).fails(1, "model", "");
     let other = scratch.tokens("other.json", &documents(&[140, 60, 140, 100], 9));
     let whole =
-        format!("--tokens {other} --seq-len 140 --holdout 0.5 --blocks 2 --check 8 --steps 5 --overwrite");
+        format!("--tokens {other} --other-text --seq-len 140 --blocks 2 --check 8 --steps 5 --overwrite");
+    tune(&model, &whole.replace(" --other-text", "")).fails(1, "calibrated on another text", "--other-text");
+    // The calibration text with other flags, and with more behind it, is no other text.
+    let longer = [documents(&[140, 90, 140], 3), documents(&[140], 9)].concat();
+    let longer = scratch.tokens("longer.json", &longer);
+    for own in [&tokens, &longer] {
+        tune(
+            &model,
+            &format!("--tokens {own} --other-text --seq-len 140 --seed 5"),
+        )
+        .fails(1, "calibrated on this text", "held out");
+    }
     let used = tune(&model, &whole);
-    assert!(
-        used.stderr.contains("calibrated on another text"),
-        "{}",
-        used.stderr
-    );
     used.ok();
     let found = read(&plan);
+    assert_eq!(found["sensitivities"]["other_text"], json!(true));
     // The document of 60 tokens is too short beside the others.
     assert_eq!(found["sensitivities"]["steps"], json!(10));
     assert_eq!(found["checked"]["blocks"], json!(1));

@@ -204,7 +204,8 @@ fn every_command_prints_what_the_page_says() {
     let without = json(&format!("{calibrate} --no-verdict -o {}", path("without")));
     compare("calibrate", &[json(&format!("{calibrate} -o {art}")), without]);
     let tuned = path("tuned.json");
-    let tune = format!("--tokens {tokens} --holdout 0 --blocks 1 --check 2 --limit kl=9");
+    let others = scratch.tokens("others.json", &documents(&[60; 4], 9));
+    let tune = format!("--tokens {others} --other-text --blocks 1 --check 2 --limit kl=9");
     compare(
         "tune",
         &[

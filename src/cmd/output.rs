@@ -135,7 +135,7 @@ fn is_result(path: &Path) -> bool {
             .iter()
             .all(|key| row.get(key).is_some())
     };
-    row.is_some_and(|row| row["command"] == "tune" && row.get("head_plan").is_some() || is_trace(row))
+    row.is_some_and(|row| row["command"] == "tune" || is_trace(row))
 }
 
 /// Where the lines of a trace go.

@@ -8,11 +8,11 @@ use serde_json::{Value, json};
 use super::args::{Global, Input, model_folder};
 use super::named::{Named, NamedParser};
 use super::parameters::{choice, kv_type};
-use super::verdict::texts_of;
+use super::verdict::{check_text, texts_of};
 use super::{document, merge, open_model, output, paths, print_json};
 use crate::artifact::Artifact;
 use crate::cmd::flags::{parse_count, parse_positive_count, parse_share};
-use crate::corpus::Corpus;
+use crate::corpus::{Corpus, digest_of};
 use crate::error::{Error, Result};
 use crate::kv::KvType;
 use crate::method::sections::SECTIONS;
@@ -41,27 +41,31 @@ pub struct Args {
     /// from it
     #[arg(long, value_name = "DIR", num_args = 1.., conflicts_with_all = ["seq_len", "max_tokens", "uuid_tokens", "holdout"])]
     dump: Vec<PathBuf>,
+    /// Measure on all of a text that is no part of the calibration text. Whether something was fitted to it cannot be checked
+    #[arg(long, help_heading = "Input", conflicts_with_all = ["from", "dump"])]
+    other_text: bool,
     /// An earlier result whose sensitivities are used again, so that nothing is measured; a new plan is not checked
     #[arg(long, value_name = "PLAN.json", help_heading = "Input", conflicts_with_all = ["per", "length", "blocks", "check", "steps", "methods", "budgets", "kv"])]
     from: Option<PathBuf>,
     /// JSON file to write: the head plan, and the sensitivities from which it follows
     #[arg(short, long, value_name = "PLAN.json")]
     output: PathBuf,
-    /// The most that the plan may have: kl=X nats, bytes=X or memory=X as shares of what full attention over bf16 moves or
-    /// takes (0.05 or 5%), or ms=X milliseconds of a step. Within bytes, memory or ms, the plan has the smallest KL
+    /// Upper limit of one quantity: kl=X nats (as expected from the sensitivities), bytes=X or memory=X as shares of what full
+    /// attention over bf16 moves or takes (0.05 or 5%), or ms=X milliseconds of a step. Within a limit of bytes, memory or ms,
+    /// the plan has the smallest expected KL
     #[arg(long, value_name = "WHAT=X", help_heading = "Plan", value_parser = parse_limit)]
     limit: Limit,
-    /// What is to be small within --limit kl=X
+    /// Quantity to minimise within --limit kl=X
     #[arg(long, value_name = "WHAT", help_heading = "Plan", value_parser = choice::<Quantity>(), default_value_t = Quantity::Bytes)]
     least: Quantity,
     /// Times of steps, for ms: documents of `kvsmith bench decode --json` on this machine at one --context, with the methods and
     /// --kv types to choose from, each with its smallest and its largest budget. May be given several times
     #[arg(long, value_name = "FILE.json", help_heading = "Plan")]
     times: Vec<PathBuf>,
-    /// What has a choice of its own; layers take less time to measure
+    /// What gets a choice of its own; layers take less time to measure
     #[arg(long, help_heading = "Plan", value_parser = choice::<Per>(), default_value_t = Per::Head)]
     per: Per,
-    /// Methods to choose from (default: the one that the artifact's verdict recommends, else wpq, and streaming and full)
+    /// Methods to choose from (default: full, streaming, and what the verdict recommends, or wpq if it recommends none)
     #[arg(long, value_name = "A,B", help_heading = "Plan", value_delimiter = ',', value_parser = NamedParser)]
     methods: Vec<Named>,
     /// Budgets to choose from, as fractions of the context; streaming gets the smallest, full needs none
@@ -71,14 +75,14 @@ pub struct Args {
     /// k=int4,v=int2 and int2)
     #[arg(long, value_name = "TYPE", help_heading = "Plan", value_parser = kv_type())]
     kv: Vec<KvType>,
-    /// Most tokens of a text to measure on; losses and costs depend on it
+    /// Most tokens of a text to measure on. Losses and costs depend on it: take the contexts that you run
     #[arg(long, value_name = "N", help_heading = "Measurement", default_value_t = 4096, value_parser = parse_positive_count)]
     length: usize,
-    /// Number of texts on which sensitivities are measured, from beyond --max-tokens, else held-out ones
+    /// Number of texts on which sensitivities are measured: those after the first --max-tokens tokens, then held-out ones
     #[arg(long, value_name = "N", help_heading = "Measurement", default_value_t = 4, value_parser = parse_positive_count)]
     blocks: usize,
-    /// Number of further texts on which the plan is then measured, beside the best plans that serve all KV heads alike; 20 give
-    /// intervals
+    /// Most further texts on which the plan is then measured, beside the best plans that serve all KV heads alike; 0 for no check,
+    /// at least 20 for intervals
     #[arg(long, value_name = "N", help_heading = "Measurement", default_value_t = FEWEST, value_parser = parse_count)]
     check: usize,
     /// Number of tokens at the end of each text that are decoded one by one
@@ -112,16 +116,22 @@ pub fn run(args: &Args, global: &Global) -> Result<()> {
         )
         .chain(paths(&args.times))
         .collect();
-    let output = output::create(&args.output, &inputs, global)?;
+    let mut output = Some(output::create(&args.output, &inputs, global)?);
     let times = read_times(&args.times)?;
     let outcome = match (&args.artifact, &args.model) {
         (Some(artifact), Some(model)) => {
             let device = global.open_model_device("tune")?;
-            args.measured([artifact, model], times.as_ref(), device.as_ref(), global)?
+            args.measured(
+                [artifact, model],
+                times.as_ref(),
+                &mut output,
+                device.as_ref(),
+                global,
+            )?
         }
         _ => args.again(times.as_ref())?,
     };
-    args.write(output, &outcome, global)
+    args.write(&mut output, &outcome, global)
 }
 
 /// Parses `--limit`.
@@ -130,6 +140,17 @@ fn parse_limit(text: &str) -> std::result::Result<Limit, String> {
         Some(hint) => format!("{e}: expected {hint}"),
         None => e.to_string(),
     })
+}
+
+/// Returns every value once.
+fn once<T: Copy + PartialEq>(all: &[T]) -> Vec<T> {
+    let mut kept = Vec::new();
+    for value in all {
+        if !kept.contains(value) {
+            kept.push(*value);
+        }
+    }
+    kept
 }
 
 /// Reads a file of JSON.
@@ -144,6 +165,23 @@ fn read_times(paths: &[PathBuf]) -> Result<Option<StepTimes>> {
     let documents: Vec<Value> = paths.iter().map(|path| read_json(path)).collect::<Result<_>>()?;
     let read = (!documents.is_empty()).then(|| StepTimes::read(&documents));
     read.transpose().map_err(|e| e.context("⟨times⟩"))
+}
+
+/// Checks that another text is not the one that an artifact was calibrated on, as far as that is known.
+fn check_other(artifact: &Artifact, corpus: &Corpus) -> Result<()> {
+    let own = &artifact.manifest.origin.calibration;
+    let is_same = corpus
+        .ids
+        .get(..own.tokens)
+        .is_some_and(|ids| digest_of(ids) == own.ids_sha256);
+    if is_same {
+        return Err(
+            Error::mismatch("the artifact was calibrated on this text, or on its beginning").hint(
+                "leave out --other-text, and give the flags of the calibration: what was held out, and what follows, is then measured on",
+            ),
+        );
+    }
+    Ok(())
 }
 
 /// Cuts a text to which nothing was fitted into as many pieces as are wanted, evenly spaced.
@@ -201,10 +239,15 @@ impl Args {
         &self,
         [artifact, model]: [&PathBuf; 2],
         times: Option<&StepTimes>,
+        output: &mut Option<crate::disk::Output>,
         device: &dyn crate::compute::device::Device,
         global: &Global,
     ) -> Result<Outcome> {
         let (log, least) = (global.log(), self.least()?);
+        if [self.limit.of, least].contains(&Quantity::Ms) && times.is_none() {
+            return Err(Error::usage("milliseconds need --times")
+                .hint("give it documents of `kvsmith bench decode --json`"));
+        }
         let opened = Artifact::open(artifact, SECTIONS)?;
         let model_path = model;
         let model = open_model(model_path, log)?;
@@ -213,6 +256,12 @@ impl Args {
             tokens: self.length.saturating_mul(self.blocks.saturating_add(self.check)),
             block: self.length,
             steps: self.steps,
+            uuids: false,
+        };
+        // What would be fitted and held out in a calibration is said of the calibration text alone.
+        let loading = Global {
+            quiet: global.quiet || self.other_text,
+            ..global.clone()
         };
         let (corpus, reserve) = texts_of(
             &self.dump,
@@ -220,15 +269,19 @@ impl Args {
             model.config(),
             &self.input,
             wanted,
-            global,
+            &loading,
         )?;
-        let texts = if opened.manifest.origin.calibration == corpus.manifest() {
-            Material::new(&corpus, &reserve, wanted).text.passages
-        } else {
-            log.note("the artifact was calibrated on another text, so that all of this one is measured on");
+        let texts = if self.other_text {
+            check_other(&opened, &corpus)?;
             whole_texts(&corpus, wanted)
+        } else {
+            check_text(&opened, artifact, &corpus).map_err(|e| e.hint(
+                "give the same text and its flags as in the calibration, or its dump; with --other-text, all of a text is measured on to which nothing was fitted",
+            ))?;
+            Material::new(&corpus, &reserve, wanted).text.passages
         };
-        let (texts, checked) = texts.split_at(self.blocks.min(texts.len()));
+        let (texts, rest) = texts.split_at(self.blocks.min(texts.len()));
+        let checked = &rest[..self.check.min(rest.len())];
         if texts.is_empty() {
             return Err(
                 Error::invalid("no text was held out, so nothing can be measured").hint(
@@ -237,12 +290,12 @@ impl Args {
             );
         }
         let settings = TuneSettings {
-            methods: self.methods.clone(),
-            budgets: self.budgets.clone(),
+            methods: once(&self.methods),
+            budgets: once(&self.budgets),
             formats: if self.kv.is_empty() {
                 usual_formats()
             } else {
-                self.kv.clone()
+                once(&self.kv)
             },
             per: self.per,
         };
@@ -252,16 +305,41 @@ impl Args {
             machine: global.machine(device, &log),
             model: &model,
             artifact: &opened,
+            other_text: self.other_text,
         };
         let sensitivities = tuning.measure(texts)?;
-        let tuned = sensitivities.tune(self.limit, least, times)?;
-        let checked = self.check(&tuning, &tuned, checked)?;
-        Ok(Outcome {
-            sensitivities,
-            tuned,
-            device: device.name(),
-            checked,
-        })
+        let tuned = sensitivities.tune(self.limit, least, times).and_then(|tuned| {
+            let checked = self.check(&tuning, &tuned, checked)?;
+            Ok((tuned, checked))
+        });
+        match tuned {
+            Ok((tuned, checked)) => Ok(Outcome {
+                sensitivities,
+                tuned,
+                device: device.name(),
+                checked,
+            }),
+            Err(e) => {
+                self.save(output, &json!({ "sensitivities": sensitivities }), global)?;
+                log.note(&format!(
+                    "wrote {} with the sensitivities alone; --from uses them",
+                    self.output.display()
+                ));
+                Err(e)
+            }
+        }
+    }
+
+    /// Writes the file.
+    fn save(&self, output: &mut Option<crate::disk::Output>, members: &Value, global: &Global) -> Result<()> {
+        let Some(mut output) = output.take() else {
+            return Ok(());
+        };
+        let text = document(&global.command, members);
+        output
+            .write_all(text.as_bytes())
+            .map_err(|e| Error::io(&self.output, "write", &e))?;
+        output.finish(&[])
     }
 
     fn check(
@@ -271,14 +349,19 @@ impl Args {
         texts: &[Passage],
     ) -> Result<std::result::Result<Checked, String>> {
         Ok(match (self.check, texts.is_empty()) {
-            (0, _) => Err("not asked for".to_owned()),
+            (0, _) => Err("--check is 0".to_owned()),
             (_, true) => Err("there was no more text".to_owned()),
             _ => Ok(tuning.check(tuned, texts)?),
         })
     }
 
     /// Writes the plan with what it follows from, and says what it is.
-    fn write(&self, mut output: crate::disk::Output, outcome: &Outcome, global: &Global) -> Result<()> {
+    fn write(
+        &self,
+        output: &mut Option<crate::disk::Output>,
+        outcome: &Outcome,
+        global: &Global,
+    ) -> Result<()> {
         let Outcome {
             sensitivities,
             tuned,
@@ -296,11 +379,7 @@ impl Args {
         });
         let mut file = about.clone();
         merge(&mut file, &json!({ "sensitivities": sensitivities }));
-        let text = document(&global.command, &file);
-        output
-            .write_all(text.as_bytes())
-            .map_err(|e| Error::io(&self.output, "write", &e))?;
-        output.finish(&[])?;
+        self.save(output, &file, global)?;
         let note = format!("wrote {}\n{}", self.output.display(), self.summary(outcome));
         global.log().note(&note);
         if !global.json {
@@ -315,23 +394,22 @@ impl Args {
     fn summary(&self, outcome: &Outcome) -> String {
         let (tuned, least) = (&outcome.tuned, outcome.tuned.least);
         let mut lines = vec![format!(
-            "plan within {}: {}",
+            "plan within {}: expected {}",
             self.limit,
             described(&tuned.expected)
         )];
         let found = tuned.expected.get(least);
         lines.push(if tuned.bound >= found {
-            format!("  no plan of these choices is expected to have less {}", least)
+            format!("  no plan of these choices within the limit is expected to have less {least}")
         } else {
             format!(
-                "  at most {:.2}% above the least {} that any plan of these choices is expected to have",
-                100.0 * (found - tuned.bound) / found,
-                least
+                "  no plan of these choices within the limit is expected to have less {least} than {:.6}",
+                tuned.bound
             )
         });
         lines.extend(tuned.uniform.first().map(|(serving, expected)| {
             format!(
-                "  all KV heads alike, best: {}: {}",
+                "  best plan that serves all KV heads alike: {}: expected {}",
                 serving.head_plan(),
                 described(expected)
             )
@@ -378,7 +456,7 @@ fn compared(checked: &Checked) -> Vec<String> {
         .min_by(|a, b| a.measured.kl.total_cmp(&b.measured.kl));
     lines.extend(best.map(|of| {
         format!(
-            "  all KV heads alike, {}: {}; the plan's KL minus this: {:.4}{}",
+            "  best there of the plans that serve all KV heads alike, {}: {}; the KL of the tuned plan is {:+.4} nats from it{}",
             of.serving.head_plan(),
             measured(&of.measured),
             of.difference,

@@ -177,7 +177,7 @@ pub(super) fn texts_of(
 ///
 /// # Errors
 /// It was calibrated on another text, or on other parts of it.
-fn check_text(artifact: &Artifact, path: &Path, corpus: &Corpus) -> Result<()> {
+pub(super) fn check_text(artifact: &Artifact, path: &Path, corpus: &Corpus) -> Result<()> {
     let (own, given) = (&artifact.manifest.origin.calibration, corpus.manifest());
     if given == *own {
         return Ok(());

@@ -37,6 +37,11 @@ pub struct CorpusManifest {
     pub documents: Option<Vec<DocumentUsage>>,
 }
 
+/// Returns the digest of numbers, as little-endian u32.
+pub fn digest_of(values: &[u32]) -> String {
+    hex(&Sha256::digest(to_bytes(values)))
+}
+
 /// Compares the tokens, the blocks and the held-out ranges. `kinds` and `documents` only describe them, and files of
 /// earlier versions have neither.
 impl PartialEq for CorpusManifest {
@@ -134,7 +139,6 @@ impl Corpus {
 
     /// Returns the description of the input for a manifest.
     pub fn manifest(&self) -> CorpusManifest {
-        let digest = |values: &[u32]| hex(&Sha256::digest(to_bytes(values)));
         let document = |blocks: &Range<usize>| DocumentUsage {
             first_block: blocks.start,
             usage: self.usage(blocks.clone()),
@@ -145,8 +149,8 @@ impl Corpus {
             blocks: self.n_blocks(),
             held_out: self.held_out.clone(),
             held_out_tokens: self.n_held_out(),
-            ids_sha256: digest(&self.ids),
-            block_start_sha256: digest(&self.block_start),
+            ids_sha256: digest_of(&self.ids),
+            block_start_sha256: digest_of(&self.block_start),
             seq_len: self.seq_len,
             seed: self.seed,
             kinds: documents.map(|of| self.kinds(of)),

@@ -208,6 +208,11 @@ impl Counts {
         };
     }
 
+    /// Returns the bytes of all visible keys and values of `head_dim` channels in bf16.
+    pub fn bytes_in_bf16(&self, head_dim: usize) -> f64 {
+        self.visible as f64 * KvType::BF16.bytes_per_position(head_dim) as f64
+    }
+
     /// Returns the same counts with the bytes of rows and keys in a cache of type `kv` with `head_dim` channels.
     pub(crate) fn in_rows(self, kv: KvType, head_dim: usize) -> Self {
         let (row, key, more, lower) = (

@@ -41,6 +41,8 @@ pub struct Wanted {
     pub block: usize,
     /// Number of tokens at the end of each text that are decoded one by one.
     pub steps: usize,
+    /// Whether random UUIDs are wanted too.
+    pub uuids: bool,
 }
 
 /// All texts of a verdict.
@@ -61,7 +63,12 @@ impl Wanted {
     /// Counts the blocks of text and of UUIDs.
     fn blocks(self, seq_len: usize) -> [usize; 2] {
         let text = (self.tokens / self.length(seq_len)).max(1);
-        [text, (UUIDS[0] * text).div_ceil(UUIDS[1])]
+        let uuids = if self.uuids {
+            (UUIDS[0].saturating_mul(text)).div_ceil(UUIDS[1])
+        } else {
+            0
+        };
+        [text, uuids]
     }
 
     /// Returns how many tokens beyond the calibration text are needed: those of all blocks, and a block of full length
@@ -70,7 +77,14 @@ impl Wanted {
         let full = if seq_len > self.block { seq_len } else { 0 };
         let [text, uuids] = self
             .blocks(seq_len)
-            .map(|blocks| blocks.saturating_mul(self.length(seq_len)).saturating_add(full));
+            .map(|blocks| blocks.saturating_mul(self.length(seq_len)))
+            .map(|tokens| {
+                if tokens > 0 {
+                    tokens.saturating_add(full)
+                } else {
+                    0
+                }
+            });
         Beyond { text, uuids }
     }
 }
@@ -229,6 +243,7 @@ mod tests {
         tokens: 40_960,
         block: BLOCK,
         steps: 32,
+        uuids: true,
     };
 
     fn corpus(text: &[usize], uuids: usize, seq_len: usize, holdout: f64) -> Corpus {

@@ -18,7 +18,7 @@ choices! {
         Memory = "memory",
         /// The milliseconds of a step.
         Ms = "ms",
-        /// The mean KL divergence of the predictions from those of full attention over bf16, in nats.
+        /// The mean KL divergence of the predictions from those of full attention, in nats.
         Kl = "kl",
     }
 }
@@ -28,8 +28,8 @@ impl Quantity {
     pub fn text(self, value: f64) -> String {
         match self {
             Self::Kl => format!("KL {value:.4} nats"),
-            Self::Bytes => format!("{:.2}% of the bytes", 100.0 * value),
-            Self::Memory => format!("{:.1}% of the memory", 100.0 * value),
+            Self::Bytes => format!("moves {:.2}% of the bytes", 100.0 * value),
+            Self::Memory => format!("takes {:.1}% of the memory", 100.0 * value),
             Self::Ms => format!("{value:.1} ms a step"),
         }
     }

@@ -4,7 +4,7 @@ use serde::Serialize;
 
 use super::sensitivities::{Candidate, Per, Sensitivities, Tuned, Way, units};
 use crate::artifact::Artifact;
-use crate::error::Result;
+use crate::error::{Error, Result};
 use crate::kv::static_set::{SINKS, WINDOW};
 use crate::kv::{Budget, KvType, RowFormat};
 use crate::machine::Machine;
@@ -67,6 +67,8 @@ pub struct Tuning<'a> {
     pub model: &'a Model,
     /// The artifact of the methods.
     pub artifact: &'a Artifact,
+    /// Whether the texts are no part of the artifact's calibration text.
+    pub other_text: bool,
 }
 
 /// A plan measured beside those that serve all KV heads alike.
@@ -211,6 +213,8 @@ impl Tuning<'_> {
             options: self.options(self.settings.formats.iter().copied())?,
         };
         let units = units(self.settings.per, sizes);
+        let longest = passages.iter().max_by_key(|passage| passage.ids.len());
+        let longest = longest.ok_or_else(|| Error::internal("internal: nothing to measure on"))?;
         self.machine.reporter.note(&format!(
             "measuring {} to serve each of {} on {} of {} tokens",
             counted(ways.len(), "way"),
@@ -222,15 +226,11 @@ impl Tuning<'_> {
                 }
             ),
             counted(passages.len(), "text"),
-            passages
-                .iter()
-                .map(|passage| passage.ids.len())
-                .max()
-                .unwrap_or(0),
+            longest.ids.len(),
         ));
         let sample = Passage {
-            steps: passages[0].steps.min(SAMPLED_STEPS),
-            ..passages[0].clone()
+            steps: longest.steps.min(SAMPLED_STEPS),
+            ..longest.clone()
         };
         let all = prepared.variants(candidates.iter().map(|of| &of.serving));
         let costs = self.with_progress("reads", 1, |done| layerwise.costs(&sample, &all, done))?;
@@ -239,19 +239,16 @@ impl Tuning<'_> {
             (of.bytes, of.memory) = (column(0), column(1));
         }
         let variants = prepared.variants(ways.iter());
-        let passes = layerwise.passes(units.len(), variants.len(), passages.len());
+        let passes = layerwise.passes(units.len(), variants.len(), passages);
         let kl = self.with_progress("sensitivities", passes, |done| {
             layerwise.sensitivities(passages, &units, &variants, done)
         })?;
         let rounded = |row: Vec<f64>| row.into_iter().map(|kl| five_digits(kl.max(0.0))).collect();
         Ok(Sensitivities {
             model: self.artifact.manifest.origin.model.fingerprint.clone(),
+            other_text: self.other_text,
             sizes,
-            length: passages
-                .iter()
-                .map(|passage| passage.ids.len())
-                .max()
-                .unwrap_or(0),
+            length: longest.ids.len(),
             blocks: passages.len(),
             steps: passages.iter().map(|passage| passage.steps).sum(),
             sinks: SINKS,
@@ -363,7 +360,9 @@ impl Tuning<'_> {
         let measured = |report: &VariantReport| PlanLoss {
             kl: five_digits(report.kl_of_blocks(&all)),
             interval: interval(&|blocks| report.kl_of_blocks(blocks)),
-            bytes: report.counts.uncompressed_moved_fraction().map(five_digits),
+            bytes: report.counts.moved_bytes.map(|moved| {
+                five_digits(moved as f64 / report.counts.bytes_in_bf16(self.model.config().head_dim))
+            }),
         };
         let (own, others) = (&sums[0], &sums[1..]);
         let uniform = compared.iter().zip(others).map(|(serving, report)| {

@@ -23,6 +23,9 @@ choices! {
     }
 }
 
+/// Most KV heads of a model that are read: more than any model has.
+const MOST_HEADS: usize = 1 << 20;
+
 /// A way to serve KV heads.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
@@ -56,6 +59,8 @@ pub struct Candidate {
 pub struct Sensitivities {
     /// Fingerprint of the model.
     pub model: String,
+    /// Whether the texts are no part of the artifact's calibration text: what was fitted to them is then not known.
+    pub other_text: bool,
     /// Sizes of the model.
     pub sizes: Sizes,
     /// Tokens of the longest text.
@@ -175,6 +180,14 @@ impl Sensitivities {
         };
         let own: Self = serde_json::from_value(value).map_err(|e| damaged(e.to_string()))?;
         own.sizes.check()?;
+        let heads = own.sizes.n_layers.saturating_mul(own.sizes.n_kv_heads);
+        if heads > MOST_HEADS || own.window == 0 || own.candidates.is_empty() {
+            return Err(damaged(format!(
+                "{heads} KV heads, a window of {}, {} candidates",
+                own.window,
+                own.candidates.len()
+            )));
+        }
         let per_layer = match own.per {
             Per::Head => own.sizes.n_kv_heads,
             Per::Layer => 1,
@@ -331,6 +344,7 @@ mod tests {
         };
         Sensitivities {
             model: "0".repeat(64),
+            other_text: false,
             sizes: Sizes {
                 n_layers: 2,
                 n_heads: 4,

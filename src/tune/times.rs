@@ -9,7 +9,7 @@ use crate::kv::KvType;
 use crate::method::named::Named;
 use crate::method::registry::FULL;
 
-/// Times of a model's steps in which all KV heads are served alike, at one context.
+/// Times of a model's steps on the CPU in which all KV heads are served alike, at one context.
 #[derive(Clone, Debug, PartialEq)]
 pub struct StepTimes {
     rows: Vec<Row>,
@@ -32,14 +32,16 @@ struct Timed {
     context: usize,
     batch: usize,
     median_s: f64,
+    device: String,
+    weight_bytes: usize,
 }
 
 impl StepTimes {
-    /// Reads documents of `bench decode --json`. Rows of head plans, of several sequences and of methods that this version does not
-    /// know are left out.
+    /// Reads documents of `bench decode --json`. Rows of head plans, of several sequences, of budgets that are numbers of positions
+    /// and of methods that this version does not know are left out.
     ///
     /// # Errors
-    /// Another document; no row that counts; rows at several contexts.
+    /// Another document; no row that counts; rows of several models or contexts.
     pub fn read(documents: &[Value]) -> Result<Self> {
         let wrong = |what: &str| {
             Error::invalid(what).hint(
@@ -53,7 +55,7 @@ impl StepTimes {
                 .ok_or_else(|| wrong("this is not a document of `bench decode`"))
         };
         let rows: Vec<Vec<Value>> = documents.iter().map(rows_of).collect::<Result<_>>()?;
-        let mut contexts = Vec::new();
+        let mut settings = Vec::new();
         let mut found = Vec::new();
         for row in rows.iter().flatten() {
             let Ok(of) = Timed::deserialize(row) else {
@@ -67,11 +69,14 @@ impl StepTimes {
                 continue;
             };
             let is_time = of.median_s.is_finite() && of.median_s > 0.0;
-            if of.batch != 1 || !is_time {
+            let is_share = budget > 0.0 && budget <= 1.0;
+            if of.batch != 1 || of.device != "cpu" || !is_time || !is_share {
                 continue;
             }
-            if !contexts.contains(&of.context) {
-                contexts.push(of.context);
+            // Models are told apart by the bytes of their weights.
+            let setting = (of.context, of.weight_bytes);
+            if !settings.contains(&setting) {
+                settings.push(setting);
             }
             found.push(Row {
                 method,
@@ -80,13 +85,13 @@ impl StepTimes {
                 ms: 1e3 * of.median_s,
             });
         }
-        match contexts.len() {
+        match settings.len() {
             0 => Err(wrong("no row has a method, a budget and a type of the cache")),
             1 => {
                 found.sort_by(|a, b| a.budget.total_cmp(&b.budget));
                 Ok(Self { rows: found })
             }
-            _ => Err(wrong("the rows are at several contexts")),
+            _ => Err(wrong("the rows are of several models or contexts")),
         }
     }
 
@@ -118,12 +123,14 @@ mod tests {
     use crate::kv::Budget;
 
     fn row(method: &str, budget: f64, kv: &str, ms: f64) -> Value {
-        json!({"method": method, "budget": budget, "kv": kv, "context": 8192, "batch": 1, "median_s": ms / 1e3, "name": "x"})
+        json!({"method": method, "budget": budget, "kv": kv, "context": 8192, "batch": 1, "median_s": ms / 1e3, "device": "cpu",
+            "weight_bytes": 1000, "name": "x"})
     }
 
     #[test]
     fn times_between_two_budgets_are_interpolated() {
-        let plan = json!({"method": "plan", "kv": null, "budget": null, "context": 4096, "batch": 1, "median_s": 1.0});
+        let plan = json!({"method": "plan", "kv": null, "budget": null, "context": 4096, "batch": 1, "median_s": 1.0, "device": "cpu",
+            "weight_bytes": 1000});
         let document = |rows: Vec<Value>| json!({"command": "bench decode", "rows": rows});
         let times = StepTimes::read(&[
             document(vec![row("wpq", 0.1, "bf16", 30.0), plan]),
@@ -171,7 +178,7 @@ mod tests {
             ),
             (
                 json!({"command": "bench decode", "rows": [row("wpq", 0.1, "bf16", 30.0), other]}),
-                "several contexts",
+                "several models or contexts",
             ),
         ] {
             let said = StepTimes::read(&[document]).unwrap_err().to_string();

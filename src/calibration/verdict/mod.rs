@@ -122,6 +122,7 @@ impl VerdictSettings {
             tokens: self.tokens,
             block: self.block,
             steps: self.steps,
+            uuids: true,
         }
     }
 

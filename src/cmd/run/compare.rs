@@ -38,7 +38,10 @@ impl RunSetting<'_> {
             method: named.method,
             tail: named.tail || args.reading.tail(),
             budget: args.budget.unwrap_or(usual),
-            kv: verdict.and_then(|verdict| KvType::named(&verdict.kv)),
+            kv: verdict.and_then(|verdict| match own {
+                Some(_) => KvType::named(&verdict.kv),
+                None => Some(KvType::BF16),
+            }),
             measured: None,
         }
     }

@@ -136,7 +136,8 @@ impl<'a> RunSetting<'a> {
                         method: FULL,
                         tail: false,
                         budget: Budget::USUAL,
-                        kv: KvType::named(&verdict.kv),
+                        // What full attention loses over another type is no part of the limits.
+                        kv: Some(KvType::BF16),
                         measured: None,
                     })
                 }

@@ -81,8 +81,8 @@ enum Measure {
     Divergences,
 }
 
-/// Trajectories of [`Layerwise::sensitivities`] that pass the model together; bounds the memory.
-const TOGETHER: usize = 2048;
+/// Steps of all trajectories of [`Layerwise::sensitivities`] that pass the model together; bounds the memory.
+const TOGETHER: usize = 1 << 15;
 /// Trajectories whose logits are computed together.
 const LOGITS: usize = 128;
 
@@ -109,18 +109,18 @@ struct Cost {
     moved: f64,
     /// Rows in their formats, and indexes, seen by all steps.
     held: f64,
-    /// All visible rows in floats, seen by all steps.
+    /// All visible rows in bf16, seen by all steps.
     all: f64,
 }
 
 impl Cost {
     /// Adds up what a variant read and held in the layers so far.
-    fn so_far(report: &VariantReport, steps: usize) -> Self {
+    fn so_far(report: &VariantReport, steps: usize, head_dim: usize) -> Self {
         let counts = &report.counts;
         Self {
             moved: counts.moved_bytes.map_or(f64::INFINITY, |bytes| bytes as f64),
             held: counts.visible_bytes as f64 + steps as f64 * report.index_bytes(),
-            all: counts.uncompressed_bytes as f64,
+            all: counts.bytes_in_bf16(head_dim),
         }
     }
 }
@@ -219,7 +219,7 @@ impl Layerwise<'_> {
     }
 
     /// Returns, for each variant and layer, what memory moves in a step and what rows and indexes take, if variants choose along
-    /// the full trajectory: as shares of all visible rows of the model in floats. What is not known is infinite.
+    /// the full trajectory: as shares of all visible rows of the model in bf16. What is not known is infinite.
     ///
     /// # Errors
     /// Those of [`Layerwise::evaluate`].
@@ -265,8 +265,11 @@ impl Layerwise<'_> {
         done: &mut dyn FnMut(usize),
     ) -> Result<Vec<Vec<f64>>> {
         let steps: usize = passages.iter().map(|passage| passage.steps).sum();
+        if ways.is_empty() {
+            return Ok(vec![Vec::new(); units.len()]);
+        }
         let mut means = Vec::new();
-        for units in units.chunks(units_together(ways.len())) {
+        for units in units.chunks(units_together(ways.len(), passages)) {
             let mut sums = vec![0.0; units.len() * ways.len()];
             // One after the other, since each takes the memory of many trajectories.
             for passage in passages {
@@ -277,14 +280,14 @@ impl Layerwise<'_> {
                 }
             }
             let of_unit = |sums: &[f64]| sums.iter().map(|sum| sum / steps as f64).collect();
-            means.extend(sums.chunks(ways.len().max(1)).map(of_unit));
+            means.extend(sums.chunks(ways.len()).map(of_unit));
         }
         Ok(means)
     }
 
     /// Counts the passes of a passage through the model in [`Layerwise::sensitivities`].
-    pub fn passes(&self, units: usize, ways: usize, passages: usize) -> usize {
-        passages * units.div_ceil(units_together(ways))
+    pub fn passes(&self, units: usize, ways: usize, passages: &[Passage]) -> usize {
+        passages.len() * units.div_ceil(units_together(ways, passages))
     }
 
     /// Embeds the tokens of every passage.
@@ -353,7 +356,7 @@ impl Layerwise<'_> {
                     input.count(&heads, run);
                 }
                 if measure == Measure::Reads {
-                    let cost = |report| Cost::so_far(report, run.passage.steps);
+                    let cost = |report| Cost::so_far(report, run.passage.steps, config.head_dim);
                     run.costs.push(run.reports.iter().map(cost).collect());
                 }
                 if let Some(own) = &mut run.own {
@@ -438,8 +441,9 @@ impl Layerwise<'_> {
 }
 
 /// Returns how many sets of KV heads pass the model together.
-fn units_together(ways: usize) -> usize {
-    (TOGETHER / ways.max(1)).max(1)
+fn units_together(ways: usize, passages: &[Passage]) -> usize {
+    let steps = passages.iter().map(|passage| passage.steps).max().unwrap_or(0);
+    (TOGETHER / (ways * steps).max(1)).max(1)
 }
 
 /// One layer of one passage.
