@@ -250,6 +250,13 @@ fn a_plan_keeps_its_limit() {
         "no key `sensitivities`",
         "",
     );
+    let cut = scratch.write("cut.json", "{");
+    fails(
+        &format!("--from {cut} --limit kl=1"),
+        1,
+        "not valid JSON",
+        "kvsmith wrote",
+    );
     let refused = kvsmith(&format!("tune --from {plan} --limit kl=1 -o {plan} --overwrite"));
     refused.fails(2, "is an input of this command", "another name");
     kvsmith(&format!("tune --from {plan} --limit kl=1 -o {times} --overwrite")).fails(

@@ -156,8 +156,12 @@ fn once<T: Copy + PartialEq>(all: &[T]) -> Vec<T> {
 /// Reads a file of JSON.
 fn read_json(path: &Path) -> Result<Value> {
     let bytes = std::fs::read(path).map_err(|e| Error::io(path, "read", &e))?;
-    serde_json::from_slice(&bytes)
-        .map_err(|e| Error::invalid(format!("not valid JSON: {e}")).context(path.display()))
+    serde_json::from_slice(&bytes).map_err(|e| {
+        let error = Error::invalid(format!("not valid JSON: {e}"));
+        error
+            .hint("give a file that kvsmith wrote")
+            .context(path.display())
+    })
 }
 
 /// Reads documents of times; `None` without any.
